@@ -248,6 +248,9 @@ class DataConfig(Section):
     def _check(self) -> DataConfig:
         """Check the fields of the section ``data`` together, after each by itself.
 
+        Returns:
+            The section itself, as pydantic requires.
+
         Raises:
             ValueError: ``labeled`` or ``unlabeled`` is given without the other, a
                 standard deviation is not positive, ``columns`` has an unknown or
@@ -372,6 +375,9 @@ class ViewConfig(Section):
     def _check(self) -> ViewConfig:
         """Check the ranges of a view: crop area, zoom and standard deviation of blur.
 
+        Returns:
+            The section itself, as pydantic requires.
+
         Raises:
             ValueError: The lower end of a range is not positive or exceeds the upper
                 end, or a crop is larger than the image.
@@ -420,6 +426,9 @@ class AugmentConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> AugmentConfig:
         """Check the numbers of views of an image.
+
+        Returns:
+            The section itself, as pydantic requires.
 
         Raises:
             ValueError: There are fewer than two large views, or fewer cached views than
@@ -519,7 +528,7 @@ class ModelConfig(Section):
     @field_validator("encoder")
     @classmethod
     def _check_encoder(cls, name: str) -> str:
-        """Check the form of the encoder's name. Nothing is imported.
+        """Check the form of the encoder's name, and return it. Nothing is imported.
 
         Raises:
             ValueError: The name is none of this package's encoders, and is not of the
@@ -729,6 +738,9 @@ class TrainConfig(Section):
     def _check(self) -> TrainConfig:
         """Check the names of loggers in ``report_to``, and the form of ``profile``.
 
+        Returns:
+            The section itself, as pydantic requires.
+
         Raises:
             ValueError: A name is unknown, or ``profile`` is not ``START:END`` with
                 START < END.
@@ -843,7 +855,7 @@ class ComputeConfig(Section):
     @field_validator("gpus_per_worker")
     @classmethod
     def _check_whole_gpus(cls, value: float) -> float:
-        """Check that a number of GPUs is at most 1 or a whole number.
+        """Check that a number of GPUs is at most 1 or a whole number, and return it.
 
         Ray cannot reserve 1.5 GPUs on any node.
 
@@ -964,6 +976,9 @@ class Config(Section):
     @model_validator(mode="after")
     def _check(self) -> Config:
         """Check the sections against each other and against the discovery method.
+
+        Returns:
+            The configuration itself, as pydantic requires.
 
         Raises:
             ValueError: Two settings do not go together. The message names them.

@@ -133,8 +133,11 @@ def gather_rows_with_grad(tensor: Tensor, dim: int) -> Tensor:
     averaged over workers, the result is the gradient of the mean over all pairs.
 
     Args:
-        tensor: This worker's tensor.
+        tensor: This worker's tensor, which has the same shape on every worker.
         dim: The dimension along which to concatenate.
+
+    Returns:
+        The tensor of all workers in rank order, the same on every worker.
     """
     return _GatherRows.apply(tensor, dim) if in_group() else tensor
 

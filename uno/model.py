@@ -112,7 +112,14 @@ class UnoModel(nn.Module):
             )
 
     def train(self, mode: bool = True) -> Self:
-        """Set training or eval mode; frozen parts of the encoder stay in eval mode."""
+        """Set training or eval mode; frozen parts of the encoder stay in eval mode.
+
+        Args:
+            mode: True for training mode, False for eval mode.
+
+        Returns:
+            The model itself.
+        """
         super().train(mode)
         for name in self._frozen:
             self.encoder.get_submodule(name).eval()
@@ -142,6 +149,11 @@ class UnoModel(nn.Module):
             views: V tensors: normalized images (B, 3, S_v, S_v), or features (B, D),
                 which skip the encoder. Neighboring views of one size share a pass of
                 the encoder.
+
+        Returns:
+            Cosines with the prototypes of the known head, the cluster heads and the
+            overclustering heads, before the division by the temperature; and the
+            features.
         """
         batches = [
             torch.cat(list(group))
@@ -158,6 +170,11 @@ class UnoModel(nn.Module):
             features: Features of V views of the same B rows, (V * B, D), the rows of
                 view 0 first.
             num_views: The number of views V.
+
+        Returns:
+            Cosines with the prototypes of the known head, the cluster heads and the
+            overclustering heads, before the division by the temperature; and the
+            features.
         """
         by_view = features.unflatten(0, (num_views, -1))
         if self.adapter is not None:

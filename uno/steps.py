@@ -307,6 +307,13 @@ def forward(state: TrainState, batch: Batch) -> Logits:
 
     The prototypes of the model are scaled to length one first, in place. The forward
     pass uses bfloat16 if ``state.autocast``.
+
+    Args:
+        state: The state of training, with the model.
+        batch: The batch of V views.
+
+    Returns:
+        Cosines of all rows with the prototypes of all heads, and their features.
     """
     state.model.normalize_prototypes_()
     with torch.autocast(state.device.type, torch.bfloat16, enabled=state.autocast):

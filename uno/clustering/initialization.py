@@ -194,6 +194,7 @@ def init_prototypes_(
     labeled, labels, unlabeled = training_features(config, model, train)
 
     def compute() -> dict[str, Tensor]:
+        """Cluster the features, and return the clusters by the names of the fields."""
         setting, seed = config.data.setting, config.seed
         clustering = cluster_features(
             unlabeled, labeled, labels, num_novel, setting, seed

@@ -40,6 +40,9 @@ def kmeans(points: Tensor, num_clusters: int, num_starts: int, seed: int) -> Clu
         num_starts: The number of runs. The run with the smallest inertia (the sum of
             squared distances to the centers) is returned.
         seed: The seed of the starts.
+
+    Returns:
+        The cluster of each row, the centers, and the inertia.
     """
     # The import takes 2 s, which every worker would spend.
     from sklearn.cluster import KMeans
@@ -66,12 +69,13 @@ def constrained_kmeans(
         fixed: int64 (N,), on the same device: the cluster in which a row must stay, or
             ``FREE`` (-1). The given clusters are 0 .. F - 1, and each has a row.
         num_clusters: K, from F to F plus the number of free rows.
-        num_restarts: The number of runs. The run with the smallest inertia is returned.
+        num_restarts: The number of runs. The run with the smallest inertia (the sum of
+            squared distances to the centers) is returned.
         seed: The seed of the starts, see :func:`draw_initial_centers`.
 
     Returns:
-        The clusters. A cluster is empty only if the free rows have too few distinct
-        values. No center is NaN.
+        The cluster of each row, the centers, and the inertia. A cluster is empty only
+        if the free rows have too few distinct values. No center is NaN.
     """
     generator = torch.Generator().manual_seed(seed)
     shape = num_clusters - int(fixed.max()) - 1, num_restarts
@@ -98,8 +102,12 @@ def seeded_kmeans(
             given clusters are 0 .. F - 1, and each has a row.
         num_clusters: K, at least F. With fewer free rows than K,
             :func:`constrained_kmeans` does the work.
-        num_starts: The number of runs. The run with the smallest inertia is returned.
+        num_starts: The number of runs. The run with the smallest inertia (the sum of
+            squared distances to the centers) is returned.
         seed: The seed of the starts.
+
+    Returns:
+        The cluster of each row, the centers, and the inertia.
     """
     free, num_known = points[fixed == FREE], int(fixed.max()) + 1
     if len(free) < num_clusters:

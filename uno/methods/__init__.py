@@ -323,7 +323,7 @@ def default_settings(method: str, preset: str) -> dict[str, Any]:
 
 
 def description(name: str) -> str:
-    """Describe a method: "rank statistics (Han et al., ICLR 2020)".
+    """Return the description of a method: "rank statistics (Han et al., ICLR 2020)".
 
     A method that is not part of this package is described by its name.
 

@@ -154,7 +154,10 @@ class Dtc(Method):
         weight. The q of view 0 is stored for each row in ``state.extra``. The targets
         are updated at the end of the warm-up and then after each ``update_interval``.
 
-        For the arguments see :meth:`uno.methods.Method.loss`.
+        Args:
+            state: The state of training, with the model, q and p.
+            batch: The views of this worker's rows, labeled rows first.
+            config: The configuration of the run.
 
         Returns:
             The loss, a scalar.

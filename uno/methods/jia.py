@@ -71,7 +71,10 @@ class Jia(Method):
         similar if more than half of their winner-take-all hash codes are equal. The
         contrastive loss is :func:`uno.methods.common.feature_contrast_loss`.
 
-        For the arguments see :meth:`uno.methods.Method.loss`.
+        Args:
+            state: The state of training, with the model and the windows of the hashes.
+            batch: The views of this worker's rows, labeled rows first.
+            config: The configuration of the run.
 
         Returns:
             The loss, a scalar.

@@ -106,7 +106,10 @@ class Ncl(Method):
         of labeled features is full, too. The features of the batch are put into the
         memories in ``state.extra``.
 
-        For the arguments see :meth:`uno.methods.Method.loss`.
+        Args:
+            state: The state of training, with the model and the memories.
+            batch: The views of this worker's rows, labeled rows first.
+            config: The configuration of the run.
 
         Returns:
             The loss, a scalar.

@@ -64,7 +64,10 @@ class OpenMix(Method):
         one, and its target is mixed in the same way. The squared error is that of its
         predicted probabilities. The weight of this error rises over the phase.
 
-        For the arguments see :meth:`uno.methods.Method.loss`.
+        Args:
+            state: The state of training, with the model.
+            batch: The views of this worker's rows, labeled rows first.
+            config: The configuration of the run.
 
         Returns:
             The loss, a scalar.

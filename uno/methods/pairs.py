@@ -117,7 +117,10 @@ class PairMethod(Method):
         similarity network on pairs of labeled rows; and :meth:`pair_loss` of pairs of
         unlabeled rows.
 
-        For the arguments see :meth:`uno.methods.Method.loss`.
+        Args:
+            state: The state of training, with the model.
+            batch: The views of this worker's rows, labeled rows first.
+            config: The configuration of the run.
 
         Returns:
             The loss, a scalar.

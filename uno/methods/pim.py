@@ -305,8 +305,12 @@ class Pim(Method):
     def loss(self, state: TrainState, batch: Batch, config: Config) -> Tensor:
         """Compute PIM's objective on two views of a batch, see :func:`pim_objective`.
 
-        Training continues the fit with it by SGD, if discovery has epochs. For the
-        arguments see :meth:`uno.methods.Method.loss`.
+        Training continues the fit with it by SGD, if discovery has epochs.
+
+        Args:
+            state: The state of training, with the model and the weight lambda.
+            batch: The views of this worker's rows, labeled rows first.
+            config: The configuration of the run.
 
         Returns:
             The loss, a scalar.

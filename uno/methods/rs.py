@@ -77,7 +77,10 @@ class Rs(Method):
     def loss(self, state: TrainState, batch: Batch, config: Config) -> Tensor:
         """Compute the loss of RS for a batch, see :func:`rank_loss`.
 
-        For the arguments see :meth:`uno.methods.Method.loss`.
+        Args:
+            state: The state of training, with the model.
+            batch: The views of this worker's rows, labeled rows first.
+            config: The configuration of the run.
 
         Returns:
             The loss, a scalar.

@@ -60,7 +60,10 @@ class RsPlus(Method):
         The labeled rows train the joint head, and the pairs of unlabeled rows the
         cluster head. The weight of the pseudo-labels rises over the phase.
 
-        For the arguments see :meth:`uno.methods.Method.loss`.
+        Args:
+            state: The state of training, with the model.
+            batch: The views of this worker's rows, labeled rows first.
+            config: The configuration of the run.
 
         Returns:
             The loss, a scalar.

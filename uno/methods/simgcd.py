@@ -114,7 +114,10 @@ class SimGcd(Method):
         It is the weighted sum of self-distillation, the entropy of the mean prediction,
         the cross-entropy of labels, and contrastive terms without and with labels.
 
-        For the arguments see :meth:`uno.methods.Method.loss`.
+        Args:
+            state: The state of training, with the model.
+            batch: The views of this worker's rows, labeled rows first.
+            config: The configuration of the run.
 
         Returns:
             The loss, a scalar.

@@ -25,7 +25,10 @@ class Uno(Method):
     def loss(self, state: TrainState, batch: Batch, config: Config) -> Loss:
         """Compute UNO's unified objective of a batch, with extensions if switched on.
 
-        For the arguments see :meth:`uno.methods.Method.loss`.
+        Args:
+            state: The state of training, with the model.
+            batch: The views of this worker's rows, labeled rows first.
+            config: The configuration of the run.
 
         Returns:
             The total loss, and the loss of each cluster head.

@@ -78,6 +78,9 @@ def read_facts(storage: Storage, metrics: Mapping[str, float] | None = None) -> 
     Args:
         storage: The run directory.
         metrics: Metrics to use instead of those in the directory; None for those.
+
+    Returns:
+        The content of the files: metrics, environment, training history and others.
     """
     unreadable: list[str] = []
 

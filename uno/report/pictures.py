@@ -160,7 +160,7 @@ class Album:
         return uri, side
 
     def _ranked(self, members: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Sort rows by the probability of their predicted class, the highest first.
+        """Return rows in the order of their class's probability, the highest first.
 
         Args:
             members: Indices of the rows in the sample, int64 (n,).
@@ -181,10 +181,14 @@ class Album:
         return decode_many(self._images.take(positions), side)[0].numpy()
 
     def _tiles(self, positions: NDArray[np.int64]) -> list[Tile]:
-        """Draw a thumbnail of each row; for rows without pictures return their text.
+        """Draw a thumbnail of each row.
 
         Args:
             positions: Indices of the rows in the sample, int64 (n,).
+
+        Returns:
+            A thumbnail with its caption for each row. Rows without pictures have a text
+            alone.
         """
         if not self.has_pictures:
             return [
