@@ -768,9 +768,10 @@ class TrainConfig(Section):
 
     @property
     def profiled(self) -> range:
-        """The numbers of the training steps to profile, from the field ``profile``.
+        """The numbers of the training steps to profile.
 
-        They are START to END - 1, or none if the field is not set.
+        If the field ``profile`` is ``START:END``, they are START to END - 1. If it is
+        not set, there are none.
         """
         return range(*map(int, self.profile.split(":"))) if self.profile else range(0)
 

@@ -642,7 +642,7 @@ def _detect_anomalies(
 
 @contextmanager
 def write_profile(phase: str, worker: Worker, storage: Storage) -> Iterator[None]:
-    """Profile the steps of a ``with`` block, and write the files of ``train.profile``.
+    """Profile the training steps of a ``with`` block, and write the result files.
 
     The files are ``profile/PHASE.json``, a trace for Perfetto; ``profile/PHASE.txt``,
     PyTorch's table of the operators that took most time; and on CUDA

@@ -178,8 +178,9 @@ def init_prototypes_(
         keep_known: Whether the known prototypes stay as they are.
 
     Returns:
-        ``extra``, and a ``prior`` for :func:`uno.objective.global_targets` if the run
-        has one: shares (C_u,), or (C,) in the GCD setting.
+        ``extra``, and if the run has a class prior "prior": the expected shares of
+        unlabeled rows in the novel classes (C_u,), or in the GCD setting in all classes
+        (C,).
     """
     is_gcd = config.data.setting == "gcd"
     num_known, num_novel = train.num_known, train.num_novel

@@ -166,10 +166,11 @@ def read(
 
 
 def _published_lines(table: Table) -> Iterator[Line]:
-    """Yield a line for each accuracy that the paper publishes for a row of the table.
+    """Yield a line of results for each accuracy that the paper publishes.
 
-    A line has the mean in percent as ``published``, the standard deviation or None as
-    ``published_sd``, and the data set, the group of images, the source and the row.
+    A line is a mapping for a row of the table. It has the mean in percent as
+    ``published``, the standard deviation or None as ``published_sd``, and the data set,
+    the group of images, the source and the row.
 
     Args:
         table: The table of experiments.
