@@ -97,7 +97,7 @@ def on_stop(request: Callable[[], object], line: str | None = None) -> Iterator[
         return
 
     def handle(number: int, frame: Any) -> None:
-        """Handle the first signal, and let the next one interrupt at once."""
+        """Call ``request`` at the first signal, and let the next one interrupt."""
         for each in old:
             signal.signal(each, signal.default_int_handler)
         if number == signal.SIGHUP:
@@ -258,7 +258,7 @@ class Progress(AbstractContextManager["Progress"]):
 def count_items(
     show: Callable[[dict[str, Any]], None], phase: str, every_s: float
 ) -> Callable[[int, int], None]:
-    """Return a function that shows how many items are done, and the speed.
+    """Return a function that shows how many items of some work are done, and the speed.
 
     The function takes the number of finished items and of all items. The first call
     tells it how many were finished before this command.
