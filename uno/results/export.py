@@ -1,4 +1,4 @@
-"""Export of a trained model for other tools, and its model card.
+"""Export a trained model as a file for other tools, and describe it in a model card.
 
 The formats are the encoder's weights, a self-contained PyTorch program, and ONNX. Each
 file is loaded again and compared with the model before it is returned. Only ONNX is
@@ -42,11 +42,12 @@ CHECK_ROWS = (1, 3, 8)
 
 
 def export(model: Classifier, format: str) -> bytes:
-    """Return a model as the content of a file.
+    """Return a model as the content of a file in one of three formats.
 
     Args:
         model: The model.
-        format: A format of :data:`FORMATS`: "encoder", "pt2" or "onnx".
+        format: "encoder" for the encoder's weights as safetensors, "pt2" for a program
+            of ``torch.export``, or "onnx".
 
     Raises:
         ConfigError: The format is unknown, a package is missing, or the encoder of a
@@ -220,6 +221,7 @@ def _onnx(model: Classifier) -> bytes:
         session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
 
         def program(images: Tensor) -> Tensor:
+            """Compute the probabilities (B, C) of images with the exported file."""
             return torch.from_numpy(
                 session.run(None, {_input(model): images.numpy()})[0]
             )
@@ -229,12 +231,16 @@ def _onnx(model: Classifier) -> bytes:
 
 
 def _input(model: Classifier) -> str:
-    """Return the name of the input in an exported file: "vectors" or "images"."""
+    """Return the name of the input in an exported file: "vectors" or "images".
+
+    Args:
+        model: The model, which takes the one or the other.
+    """
     return "vectors" if model.config.model.takes_vectors else "images"
 
 
 def _traced(model: Classifier) -> dict[str, Any]:
-    """Return the keyword arguments with which the model is traced for an export.
+    """Return the keyword arguments of ``torch.export.export`` for a model.
 
     Returns:
         "args", an example of two random inputs, and "dynamic_shapes", by which the
@@ -245,7 +251,7 @@ def _traced(model: Classifier) -> dict[str, Any]:
 
 
 def _facts(model: Classifier) -> dict[str, str]:
-    """Return the facts about the model that an exported file holds.
+    """Return the metadata that an exported file holds about the model.
 
     Returns:
         "classes.json", the output classes as JSON, and "model_hash".
@@ -257,16 +263,16 @@ def _facts(model: Classifier) -> dict[str, str]:
 def _compare(
     format: str,
     model: Classifier,
-    found: Callable[[Tensor], Tensor],
+    exported: Callable[[Tensor], Tensor],
     expected: Callable[[Tensor], Tensor],
 ) -> None:
     """Check that an exported file computes the same as the model on random inputs.
 
     Args:
-        format: The format, which decides the tolerance.
+        format: The format, "encoder", "pt2" or "onnx", which decides the tolerance.
         model: The model, which decides the shape of the inputs.
-        found: The function of the file. It takes images uint8 (B, 3, S, S), or vectors
-            float32 (B, D).
+        exported: The function of the file. It takes images uint8 (B, 3, S, S), or
+            vectors float32 (B, D).
         expected: The function of the model, with the same input.
 
     Raises:
@@ -275,7 +281,7 @@ def _compare(
     for num in CHECK_ROWS:
         images = _random_images(model, num)
         with torch.inference_mode():
-            one, other = found(images), expected(images)
+            one, other = exported(images), expected(images)
         difference = (
             float((one - other).abs().max())
             if one.shape == other.shape
@@ -315,11 +321,12 @@ def _random_images(model: Classifier, num: int) -> Tensor:
 def model_card(
     model: Classifier, facts: Mapping[str, Any], metrics: Mapping[str, float]
 ) -> str:
-    """Return the model card as Markdown.
+    """Return the model card, a description of a trained model, as Markdown.
 
     Args:
         model: The model.
-        facts: More facts about the run, such as hardware and dates, for the template.
+        facts: More facts about the run for the template: values by title, such as
+            "Data".
         metrics: The metrics of the run by key. A metric that is missing leaves its cell
             empty.
     """
@@ -363,6 +370,10 @@ def origin(net: ModelConfig) -> str:
 
     Args:
         net: The model section of the configuration.
+
+    Returns:
+        A text for the model card, such as "trained in this run from random
+        initialization".
     """
     if net.weights is None:
         library = net.encoder.partition(":")[0]
