@@ -183,7 +183,7 @@ class Images(Protocol):
         return [path_of(image) for image in self.read_images(rows)]
 
     def lines(self, rows: np.ndarray) -> list[int | None]:
-        """Return the line on which each image stands in a table of text, or None.
+        """Return for each image its line in the table of text that names it, or None.
 
         Args:
             rows: Row numbers, int64 (n,).
@@ -191,9 +191,10 @@ class Images(Protocol):
         return [None] * len(rows)
 
     def reader(self) -> Images | None:
-        """Return a small object that reads the images on any node.
+        """Return a small object that reads the same images in another process.
 
-        It is sent to another process and reads the rows that :meth:`numbers` returns.
+        It can be sent to any node, and reads rows by the numbers that :meth:`numbers`
+        returns.
 
         Returns:
             Images of the whole source, or None if the images themselves must be sent.
@@ -201,13 +202,13 @@ class Images(Protocol):
         return None
 
     def numbers(self, rows: np.ndarray) -> np.ndarray:
-        """Return the numbers that rows have in :meth:`reader`.
+        """Return the row numbers under which :meth:`reader` has some of these images.
 
         Args:
-            rows: Row numbers, int64 (n,).
+            rows: Row numbers in these images, int64 (n,).
 
         Returns:
-            int64 (n,).
+            Row numbers in the images of :meth:`reader`, int64 (n,).
         """
         return rows
 
@@ -270,7 +271,7 @@ class Ready(NamedTuple):
 
 
 def _of_others(name: str) -> Any:
-    """Make a method of :class:`ImageSubset` that asks its base images.
+    """Make a method of :class:`ImageSubset` that calls the method of its base images.
 
     Args:
         name: Name of a method that takes row numbers int64 (n,).
@@ -512,7 +513,7 @@ class Files(Images):
         return bool(pa.compute.any(has_scheme).as_py())
 
     def lines(self, rows: np.ndarray) -> list[int | None]:
-        """Return the line of each file in a table of text, or None.
+        """Return for each file its line in the table of text that names it, or None.
 
         Args:
             rows: Row numbers, int64 (n,).
@@ -691,7 +692,7 @@ def path_of(image: Image) -> str | None:
 def row_names(
     ids: pa.LargeStringArray, images: Images, rows: Sequence[int]
 ) -> list[str]:
-    """Return how messages name rows.
+    """Return the texts by which messages name some rows.
 
     Args:
         ids: The ids of N rows.
@@ -709,7 +710,7 @@ def row_names(
 
 
 def name_row(name: str, path: str | None, line: int | None) -> str:
-    """Return how messages name a row.
+    """Return the text by which messages name a row.
 
     Args:
         name: The id of the row.
@@ -733,7 +734,7 @@ def name_row(name: str, path: str | None, line: int | None) -> str:
 
 
 def to_columns(images: Images, rows: np.ndarray) -> dict[str, Any]:
-    """Return the columns by which images are sent to another process.
+    """Convert images to Arrow columns, to send them to another process.
 
     Args:
         images: The images of all rows.

@@ -27,7 +27,7 @@ def encode_labels(
     declared: Sequence[str] = (),
     name_row: Callable[[int], str] = "row {}".format,
 ) -> pa.DictionaryArray:
-    """Return the class of every row, by one rule for all sources.
+    """Return the class of every row of a source, by one rule for all sources.
 
     - None, NaN, ``pandas.NA`` and blank text are no label.
     - Text is the name of a class. Booleans are the classes ``True`` and ``False``.

@@ -29,7 +29,7 @@ CHECKSUM = "sha256"  # key of the checksum in the metadata of a file of tensors
 def holds_output(
     storage: Storage, mark: str, what: str, also: Collection[str] = ()
 ) -> bool:
-    """Return whether a directory holds an output of this kind.
+    """Return whether a directory holds an output of a command, such as a run.
 
     Args:
         storage: The directory, or one above it.
@@ -91,11 +91,11 @@ def claim_directory(
 
 
 def _place(storage: Storage, mark: str) -> str:
-    """Return the path or URI of the directory that holds a mark.
+    """Return the path or URI of the directory that holds an output.
 
     Args:
         storage: The directory, or one above it.
-        mark: Path of the mark, a file, below ``storage``.
+        mark: Path below ``storage`` of the file that marks the output.
     """
     return storage.below(mark.rpartition("/")[0])
 
@@ -149,7 +149,7 @@ def delete_temporary_files(storage: Storage, below: str = "") -> None:
 
 
 def delete_temporary_files_of(storage: Storage, name: str) -> None:
-    """Delete temporary files of one file.
+    """Delete the temporary files that killed writers of one file left.
 
     No other process may write the file at the same time.
 

@@ -87,7 +87,7 @@ class Shard(NamedTuple):
 def store_shard(
     output: Storage, rows: Rows, shard: ShardRows, images: list[Image], threads: int = 1
 ) -> Shard:
-    """Write one shard.
+    """Write one Parquet shard of a pack.
 
     Args:
         output: The directory of the pack.
@@ -97,7 +97,7 @@ def store_shard(
         threads: The number of threads that decode and encode images.
 
     Returns:
-        The shard, with the rows that are left out.
+        The shard, with the rows that are left out because their images are unreadable.
     """
     with ThreadPoolExecutor(threads) as pool:
         encoded = list(pool.map(_encode, images))
@@ -368,10 +368,17 @@ def _order(
 
 
 def _groups(order: np.ndarray, sizes: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield consecutive row groups of ``order``, each with row numbers int64 (n,).
+    """Divide rows into consecutive row groups of a Parquet file.
 
     A group has at most :data:`GROUP_ROWS` rows and at most :data:`GROUP_BYTES`, but at
-    least one row. ``sizes`` are the bytes of all N images.
+    least one row.
+
+    Args:
+        order: Row numbers in the order in which they are stored, int64 (n,).
+        sizes: The size of every image in bytes, (N,).
+
+    Yields:
+        The row numbers of each group, int64.
     """
     start = 0
     while start < len(order):

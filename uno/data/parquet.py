@@ -493,7 +493,7 @@ class OpenedParquet:
 
         Args:
             columns: Names of the columns.
-            group: Number of the row group.
+            group: Number of the row group in the file.
 
         Yields:
             Arrow record batches.
@@ -701,9 +701,10 @@ def plain_type(kind: Any) -> Any:
 
 
 def without_views(table: Any) -> Any:
-    """Cast the columns of an Arrow table or batch that are views of text or bytes.
+    """Cast the columns of an Arrow table or batch that have a view type.
 
-    Other columns stay as they are. See :data:`VIEWS`.
+    View types are Arrow's newer types of text and bytes, see :data:`VIEWS`. Other
+    columns stay as they are.
     """
     for i, field in enumerate(table.schema):
         if field.type in VIEWS:

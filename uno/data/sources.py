@@ -278,7 +278,7 @@ def _kind_of(name: str) -> str | None:
 
 
 def _in_folders(kind: str | None) -> str:
-    """Return when a folder with files of a kind is of this kind.
+    """Return whether a folder is of a kind because it has files of this kind.
 
     Args:
         kind: A key of :data:`SOURCES`, or None for other files.
@@ -369,7 +369,9 @@ def read_class_folder(path: str, options: ReadOptions, *, kind: str) -> Rows:
         path: Path or URI of the folder.
         options: How the source is read. If only images are read, subfolders mean
             nothing.
-        kind: "folder", "classes" or "splits", as :func:`read_folder` takes it.
+        kind: "classes" if the subfolders of ``path`` are the classes; "splits" if those
+            of ``path/train`` and other splits are; "folder" to decide between them, see
+            :func:`read_folder`.
     """
     if options.images_only:
         return read_images(path, options.follow_links)
@@ -697,7 +699,7 @@ def _suffix(name: str) -> str:
 
 
 def _directory(root: str) -> str:
-    """Return the path ``root`` itself, if it is a folder.
+    """Check that a path is a folder, and return it.
 
     Raises:
         ConfigError: ``root`` is a file or missing.

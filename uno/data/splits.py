@@ -389,14 +389,14 @@ def order_classes(names: Iterable[str], declared: Iterable[str] = ()) -> list[st
 
 
 def labeled_rows(rows: Rows, config: DataConfig) -> np.ndarray:
-    """Return which rows count as labeled, training and test rows alike.
+    """Return which rows have a label of a known class, training and test rows alike.
 
     Args:
         rows: All N rows.
         config: The section ``data`` of the configuration.
 
     Returns:
-        Whether each row has a label of a known class, bool (N,).
+        bool (N,).
 
     Raises:
         ConfigError: ``known_classes`` does not fit the data.
