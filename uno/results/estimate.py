@@ -538,8 +538,8 @@ def anchor_choices(
 
     Returns:
         Sorted class indices of each choice: all possible choices if there are at most
-            ``num_roles``, otherwise ``num_roles`` random ones. At least one probe class
-            is an anchor, and at least one is not.
+        ``num_roles``, otherwise ``num_roles`` random ones. At least one probe class is
+        an anchor, and at least one is not.
     """
     count = len(split.probe)
     anchors = min(max(1, round(settings.anchor_ratio * count)), count - 1)

@@ -80,7 +80,7 @@ def describe_environment(fingerprint: str) -> dict[str, Any]:
 
     Returns:
         JSON values by name: the command, the versions of packages and formats, the
-            hardware and the fingerprint.
+        hardware and the fingerprint.
     """
     versions = {}
     for name in ("uno-discovery", "torch", "torchvision", "numpy", "ray"):

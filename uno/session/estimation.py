@@ -97,8 +97,8 @@ def format_estimate(estimate: Estimate) -> str:
 
     Returns:
         A table with one row for each number k of novel classes that was tried: its
-            probability for a frozen encoder, otherwise its scores. Then the estimate
-            with its interval, and the command that can follow.
+        probability for a frozen encoder, otherwise its scores. Then the estimate with
+        its interval, and the command that can follow.
     """
     lines = _curve_lines(estimate) if estimate.splits else _probability_lines(estimate)
     lines.append(

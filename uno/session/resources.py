@@ -281,8 +281,8 @@ def estimate_training_bytes(config: Config, task: Task) -> dict[str, int]:
 
     Returns:
         Bytes by part: of the "network" with gradients and momentum, of the
-            "activations" of the encoder in a step of discovery, and of the "queue" of
-            projections of earlier batches.
+        "activations" of the encoder in a step of discovery, and of the "queue" of
+        projections of earlier batches.
     """
     library = config.model.encoder.partition(":")[0]
     # vectors have small heads, which on that device import PyTorch's compiler
