@@ -122,7 +122,11 @@ class Vectors(Images):
         return list(self.values[torch.from_numpy(rows), 0].numpy())
 
     def content_keys(self, rows: np.ndarray) -> Iterator[bytes]:
-        """Yield the bytes of all views of each row, for the fingerprint."""
+        """Yield the bytes of all views of each row, for the fingerprint of the data.
+
+        Args:
+            rows: Row numbers, int64 (n,).
+        """
         return (self.values[row].numpy().tobytes() for row in rows.tolist())
 
     def paths(self, rows: np.ndarray) -> list[str | None]:
@@ -130,11 +134,14 @@ class Vectors(Images):
         return [None] * len(rows) if self.shown is None else self.shown.paths(rows)
 
     def vectors(self, rows: np.ndarray) -> tuple[Tensor, list[str | None]]:
-        """Return the vectors of ``rows``, int64 (n,).
+        """Return the vectors of some rows, with all views.
+
+        Args:
+            rows: Row numbers, int64 (n,).
 
         Returns:
             float32 (n, V, D), which are ``values`` themselves if all rows are asked for
-            in order; and the reasons of rows without a usable vector.
+            in order; and for each row the reason why it has no usable vector, or None.
         """
         reasons = [self.reasons[row] for row in rows.tolist()]
         if np.array_equal(rows, np.arange(len(self))):

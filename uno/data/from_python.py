@@ -120,10 +120,13 @@ def _stacked(array: np.ndarray, what: str) -> np.ndarray:
 
 
 def _fix(given: Any) -> str:
-    """Return what to do with a table or column that does not hold plain numbers.
+    """Return advice for a table or column that does not hold plain numbers.
+
+    Args:
+        given: The table or column, as a caller passes it.
 
     Returns:
-        Text that ends an error, '' if there is no advice.
+        Text that ends an error message, '' if there is no advice.
     """
     if hasattr(given, "columns"):
         return (

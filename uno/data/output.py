@@ -184,10 +184,14 @@ def is_lock(name: str) -> bool:
 
 
 def read_mapping(storage: Storage, name: str) -> dict[str, Any] | None:
-    """Read a JSON mapping from a file.
+    """Read a JSON object from a file, as a dict.
+
+    Args:
+        storage: The directory of the file.
+        name: The name of the file.
 
     Returns:
-        The mapping, or None if there is no such file or it holds no JSON mapping.
+        The dict, or None if there is no such file or it holds no JSON object.
 
     Raises:
         StorageError: The file cannot be read, or it has more than ``MAX_STATE_BYTES``.
@@ -197,10 +201,10 @@ def read_mapping(storage: Storage, name: str) -> dict[str, Any] | None:
 
 
 def parse_mapping(data: bytes | str) -> dict[str, Any] | None:
-    """Parse a JSON mapping.
+    """Parse a JSON object to a dict.
 
     Returns:
-        The mapping, or None if the data is no JSON, or JSON of another type.
+        The dict, or None if the data is no JSON, or JSON of another type.
     """
     try:
         found = parse_json(data)
@@ -256,7 +260,12 @@ def load_tensors(name: str, data: bytes) -> tuple[dict[str, Tensor], dict[str, s
 
 
 def _checksum(tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> str:
-    """Return the SHA-256 of tensors and texts, 64 hex digits."""
+    """Return a checksum of tensors and texts, the SHA-256 as 64 hex digits.
+
+    Args:
+        tensors: The tensors by name. Names, types and shapes count, too.
+        facts: The texts by name.
+    """
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
         kind = [name, str(tensor.dtype), list(tensor.shape)]

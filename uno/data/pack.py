@@ -166,6 +166,10 @@ def _schema(rows: Rows, bad: list[BadRow]) -> pa.Schema:
     The metadata holds the known classes of the source and the rows that are left out.
     If the source declares an order of classes, labels are numbers, and the metadata
     holds the names of the classes in the format of Hugging Face's datasets.
+
+    Args:
+        rows: All rows of the source.
+        bad: The unreadable rows of this shard, which are left out.
     """
     label = pa.int64() if rows.class_names else pa.string()
     fields = [
@@ -295,7 +299,15 @@ def pack(
 
 
 def _read_bad_rows(output: Storage, name: str) -> list[BadRow] | None:
-    """Return the rows that a stored shard leaves out, None for a damaged file."""
+    """Read which rows a stored shard leaves out because they are unreadable.
+
+    Args:
+        output: The directory of the pack.
+        name: File name of the shard.
+
+    Returns:
+        The id and the reason of each such row; None for a damaged file.
+    """
     try:
         with output.open(name) as source, pa.parquet.ParquetFile(source) as file:
             metadata = file.schema_arrow.metadata or {}

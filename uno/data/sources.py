@@ -94,7 +94,7 @@ class ImageListing:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """A line about images of formats that are not read, if there are any."""
+        """A line of text about images of formats that are not read, if any."""
         if not self._unread:
             return ()
         what = f"{plural(self._unread.total(), 'image')} left out below {self._root}"
@@ -105,7 +105,7 @@ class ImageListing:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """A line about other files, if there are any."""
+        """A line of text about files that are no images, if any."""
         if not self._ignored:
             return ()
         named = ", ".join(

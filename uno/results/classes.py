@@ -119,11 +119,11 @@ class ModelClasses(BaseModel):
             raise StorageError("classes.json is damaged") from None
 
     def dump(self) -> bytes:
-        """Return the content of ``classes.json``."""
+        """Return the classes as JSON, the content of ``classes.json``."""
         return self.model_dump_json(indent=1).encode()
 
     def with_classes(self, classes: Sequence[OutputClass]) -> ModelClasses:
-        """Return the same content with other classes."""
+        """Return a copy with other output classes, and everything else unchanged."""
         return self.model_copy(update={"classes": [*classes]})
 
     @property

@@ -426,7 +426,13 @@ def model_folder(storage: Storage) -> str:
 
 
 def read_model_files(storage: Storage) -> dict[str, bytes]:
-    """Read the files that make a model, and return their contents by name.
+    """Read the files that make a model, such as its weights and its classes.
+
+    Args:
+        storage: A run directory, or a copy of its folder ``model/``.
+
+    Returns:
+        The contents of :data:`MODEL_FILES` by name.
 
     Raises:
         StorageError: There is no model, or a file cannot be read or is too large.

@@ -112,6 +112,10 @@ def checkpoint_steps(storage: Storage, phase: str) -> list[int]:
 def load_newest(storage: Storage, phase: str) -> Checkpoint | None:
     """Read the newest valid checkpoint of a phase, and warn of newer damaged ones.
 
+    Args:
+        storage: The run directory.
+        phase: The phase, "pretext", "pretrain" or "discover".
+
     Returns:
         The checkpoint, or None if the phase has no checkpoints.
 

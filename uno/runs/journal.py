@@ -132,7 +132,13 @@ class Journal:
             self._job_error = error
 
     def _append(self, storage: Storage, line: bytes) -> None:
-        """Write a line to a local file, or keep it for the next upload."""
+        """Append a line to a local file, or keep it in memory for the next upload.
+
+        Args:
+            storage: The run directory. A local one has the file, an object store is
+                uploaded to later.
+            line: The line with its line end.
+        """
         if storage.is_local:
             storage.append(METRICS_FILE, line)
         else:

@@ -132,7 +132,7 @@ class RunLock:
         ) == self.storage.token
 
     def _write_lock(self) -> None:
-        """Write the lock file."""
+        """Write the lock file with the token of this lock, or replace it."""
         self._unchecked_storage.write(LOCK_FILE, self._next_content())
 
     def _next_content(self) -> bytes:

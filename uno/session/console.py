@@ -46,7 +46,11 @@ SILENT = ContextVar("SILENT", default=False)
 
 @contextmanager
 def suppress_output(silent: bool = True) -> Iterator[None]:
-    """Suppress everything but warnings inside the block, if ``silent`` is True."""
+    """Suppress printed lines except warnings, and progress bars, inside the block.
+
+    Args:
+        silent: Whether to do so. If False, the block prints as usual.
+    """
     token = SILENT.set(silent)
     try:
         yield
@@ -245,7 +249,7 @@ class Progress(AbstractContextManager["Progress"]):
             print_line("  ".join(parts), self._stream)
 
     def close(self) -> None:
-        """Close the bar and leave its last state on the terminal."""
+        """Close the progress bar and leave its last state on the terminal."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None

@@ -338,9 +338,10 @@ def _warn_if_indistinct(
     """Print a warning if the features of different rows hardly differ.
 
     Args:
-        encoded: Features (N, 1 + V, D). The evaluation views of a sample are examined.
+        encoded: Features (N, 1 + V, D), the evaluation view of each row first. The
+            evaluation views of a sample of rows are examined.
         reasons: For each row the reason why it cannot be read, or None.
-        advice: What the user should check.
+        advice: The end of the warning: what the user should check.
     """
     rows = np.flatnonzero(ok_mask(reasons))
     sample = encoded[torch.from_numpy(rows[evenly_spaced(SAMPLE_ROWS, len(rows))]), 0]

@@ -153,7 +153,7 @@ class TensorBoard:
             shutil.rmtree(self._folder)
 
     def _upload(self) -> None:
-        """Upload all files of events, and decide when to do so again."""
+        """Upload all files of events, and set the time of the next upload."""
         start, num_bytes = time.monotonic(), 0
         for folder, _, names in os.walk(self._folder):
             for name in names:

@@ -252,7 +252,11 @@ def _examine_directory(run: Run, overwrite: bool) -> None:
 
 
 def _restore_former_run(storage: Storage) -> None:
-    """Move back a former run that a killed command with ``--overwrite`` set aside."""
+    """Move back a former run that a killed command with ``--overwrite`` set aside.
+
+    Args:
+        storage: The run directory. Nothing happens if it has no former run.
+    """
     if storage.exists(FORMER_FOLDER):
         with lock.lock_run(storage, on_wait=print_line) as claim:
             if former.complete_overwrite(claim.storage):
