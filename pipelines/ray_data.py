@@ -88,14 +88,16 @@ def shared(
     Returns:
         Entries of the dict that :func:`worker_sets` takes: ``num_true``, the number of
         true classes; references at ``rows`` (the facts for training) and ``truth`` (the
-        true labels); and at ``source``, ``features`` or ``images`` if the run has them.
+        true labels); and at ``source`` (encoded images) with ``ids``, at ``features``
+        or at ``images``, whichever the run has.
     """
     ok = None if reasons is None else ok_mask(reasons)
     streams = config.data.loading == "streaming"
-    rows = stream.stream_facts(task) if streams else train_rows(task, ok)
+    rows = train_rows(task, ok)
     found: dict[str, Any] = {"num_true": len(task.known) + len(task.novel)}
     if streams:
-        found["source"] = ray.put(rows.pop("images"))
+        found["source"] = ray.put(task.rows.images)
+        found["ids"] = ray.put(task.rows.ids)
     if features is not None:
         found["features"] = ray.put(features.numpy())
     found |= {} if images is None else {"images": images}
@@ -145,14 +147,13 @@ def worker_sets(
         loop["worker_cpus"],
         ray.train.get_context().get_local_world_size(),
     )
-    source = ray.get(loop["source"])
-    bad = BadRows(rows.pop("ids"), source, config.data.max_bad_fraction, storage)
+    images, ids = ray.get(loop["source"]), ray.get(loop["ids"])
+    bad = BadRows(ids, images, config.data.max_bad_fraction, storage)
     decode = decode_on_ray(ray, loop["source"], side, limits, config.data.interpolation)
+    source = stream.StreamedImages(images, side, decode, bad)
     crop = crop_on_ray(ray, loop["source"], limits)
-    train = stream.StreamSet(source, **rows, bad=bad, crop=crop, decode=decode)
-    how = source, side, decode, bad
-    return train, truth(
-        lambda own, true, free: stream.StreamedEvalSet(true, own, free, *how)
+    return stream.StreamSet(source, **rows, crop=crop), truth(
+        lambda own, true, free: stream.StreamedEvalSet(true, own, free, source)
     )
 
 

@@ -28,9 +28,8 @@ from torch import Tensor
 from pipelines.ray_data import shared_tensor
 from tune import AGREEMENT, FOLDS, LOSS, ORACLE
 from uno.config import Config
-from uno.data.decode import ok_mask
 from uno.data.files import Storage
-from uno.data.images import Images, batches_of
+from uno.data.images import Images
 from uno.data.memory import EvalSet, train_set
 from uno.data.row_blocks import RowBlocks
 from uno.data.sampling import TUNE_FOLDS
@@ -38,10 +37,8 @@ from uno.data.splits import Task
 from uno.data.stream import (
     EvalData,
     StreamedEvalSet,
-    StreamSet,
+    StreamedImages,
     TrainData,
-    decode_here,
-    decoded_rows,
     stream_here,
 )
 from uno.data.unreadable import BadRows
@@ -270,12 +267,12 @@ def open_folds(
     if isinstance(source, Unread):
         images = source.images
         bad = BadRows(source.ids, images, config.data.max_bad_fraction, storage)
-        how = images, config.data.stored_size, decode_here(config, images), bad
+        streamed = StreamedImages.of(config, images, bad)
         return [
             Fold(
                 name,
-                stream_here(config, bad, images, **train),
-                StreamedEvalSet(truth, rows, novel, *how),
+                stream_here(config, streamed, **train),
+                StreamedEvalSet(truth, rows, novel, streamed),
                 hidden,
             )
             for name, train, (rows, truth, novel), hidden in folds
@@ -416,17 +413,11 @@ def _unlabeled_images(train: TrainData, config: Config) -> Iterator[Tensor]:
         train: The training set.
         config: The configuration of the trial.
     """
-    size = config.train.eval_batch_size
-    if not isinstance(train, StreamSet):
-        yield from train.unlabeled_images.split(size)
-        return
-    rows = train.unlabeled
-    batches = batches_of(
-        train.images, rows, decoded_rows(size, config.data.stored_size)
-    )
-    for _, images, reasons in train.decode(rows[batch] for batch in batches):
-        if (ok := ok_mask(reasons)).any():
-            yield images[torch.from_numpy(ok)]
+    rows = [np.arange(0), np.arange(train.num_unlabeled)]
+    batches, read = train.plan_reading(rows, config.train.eval_batch_size)
+    for images, ok in read(batches):
+        if ok.any():
+            yield images if ok.all() else images[torch.from_numpy(ok)]
 
 
 def _clusters(model: UnoModel, images: Tensor, config: Config) -> Tensor:

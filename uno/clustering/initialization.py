@@ -3,9 +3,8 @@
 Prototypes start at clusters of the features of the training rows.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -16,10 +15,8 @@ from torch import Tensor
 from uno import distributed
 from uno.clustering.kmeans import FREE, kmeans, seeded_kmeans, whiten
 from uno.config import Config
-from uno.data.decode import DecodedBatch, ok_mask
-from uno.data.images import batches_of, evenly_spaced, spread
-from uno.data.memory import TrainSet
-from uno.data.stream import TrainData, decoded_rows
+from uno.data.memory import Read
+from uno.data.stream import TrainData
 from uno.errors import ConfigError
 from uno.heads import unit
 from uno.methods import load
@@ -27,17 +24,9 @@ from uno.model import UnoModel, features_of
 
 NUM_STARTS = 10
 MAX_ROWS = 20_000  # of each kind that are clustered
-# Limits of the batches of rows in memory, so that workers get about equally many rows.
-MIN_BATCH_ROWS, MAX_BATCHES = 32, 64
 
 Kind = Literal["labeled", "unlabeled"]
 KINDS: tuple[Kind, ...] = ("labeled", "unlabeled")
-Read = Callable[[Sequence[np.ndarray]], Iterator[tuple[Tensor, np.ndarray]]]
-"""Reads images: takes the numbers of the n images of each batch, int64 (n,).
-
-For each batch it yields the images, and bool (n,), which of them could be read. The
-pixels of the others have no meaning.
-"""
 
 
 class FeatureClusters(NamedTuple):
@@ -302,8 +291,8 @@ def sample_features(
 ) -> list[Sample]:
     """Compute the features of a sample of the training rows, by several models.
 
-    The rows are evenly spaced, see :func:`~uno.data.images.spread`. Images that cannot
-    be read are left out. All workers call this, and each computes a part.
+    The rows are evenly spaced, or whole groups of rows if images are streamed. Images
+    that cannot be read are left out. All workers call this, and each computes a part.
 
     Args:
         config: The configuration of the run.
@@ -317,17 +306,11 @@ def sample_features(
     Raises:
         ConfigError: No image of a kind can be read.
     """
-    if isinstance(train, TrainSet):
-        labeled_rows = evenly_spaced(MAX_ROWS, len(train.labels))
-        unlabeled_rows = evenly_spaced(MAX_ROWS, train.num_unlabeled)
-    else:
-        rows, labels = [train.labeled, train.unlabeled], train.labels.numpy()
-        labeled_rows, unlabeled_rows = spread(train.images, rows, MAX_ROWS, labels)
+    labeled_rows, unlabeled_rows = train.choose_rows(MAX_ROWS)
     if "unlabeled" not in kinds:
         unlabeled_rows = unlabeled_rows[:0]
-    num_labeled = len(labeled_rows)
-    plan = _resident_batches if isinstance(train, TrainSet) else _streamed_batches
-    batches, read = plan(config, train, labeled_rows, unlabeled_rows)
+    num_labeled, size = len(labeled_rows), config.train.eval_batch_size
+    batches, read = train.plan_reading([labeled_rows, unlabeled_rows], size)
     features, is_ok = compute_features_together(config, models, batches, read)
     for kind, ok in (
         ("labeled", is_ok[:num_labeled]),
@@ -347,16 +330,6 @@ def sample_features(
     ]
 
 
-def resident_batch_rows(config: Config, num_rows: int) -> int:
-    """Return the number of rows of a batch, if ``num_rows`` rows are in memory.
-
-    It does not depend on the number of workers.
-    """
-    return min(
-        config.train.eval_batch_size, max(MIN_BATCH_ROWS, -(-num_rows // MAX_BATCHES))
-    )
-
-
 def compute_features_together(
     config: Config,
     models: Sequence[UnoModel],
@@ -371,7 +344,7 @@ def compute_features_together(
         config: The configuration of the run.
         models: The models, in eval mode.
         batches: The numbers of the images of each batch. Together they are 0 to n - 1.
-        read: Reads the images of batches, see :data:`Read`.
+        read: Reads the images of batches, see :data:`~uno.data.memory.Read`.
 
     Returns:
         The features (n, D) by each model, on its device, and bool (n,) on the CPU,
@@ -397,81 +370,6 @@ def compute_features_together(
     for of_model in features:
         distributed.all_reduce_sum_(of_model)
     return features, distributed.all_reduce_sum_(is_ok).cpu() > 0
-
-
-def _resident_batches(
-    config: Config, train: Any, labeled_rows: np.ndarray, unlabeled_rows: np.ndarray
-) -> tuple[list[np.ndarray], Read]:
-    """Divide rows in memory into batches of one kind, and return how they are read.
-
-    Args:
-        config: The configuration of the run.
-        train: The training data, a :class:`TrainSet`.
-        labeled_rows: Numbers of the chosen labeled rows.
-        unlabeled_rows: Numbers of the chosen unlabeled rows.
-
-    Returns:
-        For each batch positions in both lists of rows, labeled ones first; and the
-        function that reads them.
-    """
-    num_labeled, num_rows = len(labeled_rows), len(labeled_rows) + len(unlabeled_rows)
-    size = resident_batch_rows(config, num_rows)
-    starts = [*range(0, num_labeled, size), *range(num_labeled, num_rows, size)]
-    chosen = torch.from_numpy(np.concatenate([labeled_rows, unlabeled_rows]))
-
-    def read(
-        batches: Sequence[np.ndarray],
-    ) -> Iterator[tuple[Tensor, np.ndarray]]:
-        for batch in batches:
-            is_labeled = batch[0] < num_labeled
-            images = train.labeled_images if is_labeled else train.unlabeled_images
-            rows = chosen[torch.from_numpy(batch)]
-            if isinstance(images, Tensor):  # rows of blocks are read on the host
-                rows = rows.to(images.device)
-            yield images[rows], np.ones(len(batch), dtype=bool)
-
-    return np.split(np.arange(num_rows), starts[1:]), read
-
-
-def _streamed_batches(
-    config: Config, train: Any, labeled_rows: np.ndarray, unlabeled_rows: np.ndarray
-) -> tuple[list[np.ndarray], Read]:
-    """Divide rows of a source into batches, and return how they are decoded.
-
-    As :func:`_resident_batches`, but a batch has rows of both kinds if the source reads
-    groups of rows together.
-    """
-    num_labeled = len(labeled_rows)
-    numbers = np.concatenate(
-        [train.labeled[labeled_rows], train.unlabeled[unlabeled_rows]]
-    )
-    positions = np.arange(len(numbers))
-    parts = [positions[:num_labeled], positions[num_labeled:]]
-    if train.images.groups(positions[:0]) is not None:
-        parts = [np.argsort(numbers, kind="stable")]
-    size = decoded_rows(config.train.eval_batch_size, config.data.stored_size)
-    batches = [
-        some[batch]
-        for some in parts
-        for batch in batches_of(train.images, numbers[some], size)
-    ]
-    return batches, partial(decode_batches, train.decode, numbers)
-
-
-def decode_batches(
-    decode: Callable[[Iterable[np.ndarray]], Iterator[DecodedBatch]],
-    numbers: np.ndarray,
-    batches: Sequence[np.ndarray],
-) -> Iterator[tuple[Tensor, np.ndarray]]:
-    """Yield the images of batches that are decoded now, as :data:`Read` does.
-
-    Args:
-        decode: Decodes batches of row numbers of a source.
-        numbers: int64 (n,), the row number in the source of each image.
-        batches: For each batch positions in ``numbers``.
-    """
-    for _, pixels, reasons in decode(numbers[batch] for batch in batches):
-        yield pixels, ok_mask(reasons)
 
 
 def _projections_(model: UnoModel, features: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import re
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from io import BytesIO
 from typing import Any, Literal, TypeVar
@@ -57,6 +57,7 @@ BATCHES_AHEAD = 2  # batches that are decoded while the model works on another o
 PIECE_ROWS = 64  # images that a thread decodes at once
 HEADER_BYTES = 2**16  # first bytes of a file, which hold the header of most images
 READERS = 4  # threads that read images that are stored together
+LOOKERS = 8  # threads that look at images without decoding them into a batch
 # the first entries of warnings.filters while images are decoded
 IGNORED = (
     ("ignore", None, Warning, re.compile(r"PIL\."), 0),
@@ -319,6 +320,37 @@ def prefetch_map(
             yield waiting.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def map_images(
+    images: Images, rows: np.ndarray, look: Callable[[Image], Result]
+) -> Iterator[tuple[int, Result | BadImage]]:
+    """Call ``look`` on the images of some rows, in threads.
+
+    Images that are stored together, such as those of a tar shard, are read together.
+
+    Args:
+        images: The images of all rows.
+        rows: Row numbers, int64 (n,).
+        look: A function of an image, which may raise a BadImage.
+
+    Yields:
+        For each of ``rows`` its number and what ``look`` returned, or the BadImage that
+        it raised. The rows may come in another order.
+    """
+
+    def try_look(image: Image) -> Result | BadImage:
+        """Return what ``look`` returns, or the BadImage that it raises."""
+        try:
+            return look(image)
+        except BadImage as error:
+            return error
+
+    with ThreadPoolExecutor(LOOKERS, thread_name_prefix="uno-look") as pool:
+        for numbers, some in pieces(images.take(rows)):
+            content = some.read_images(np.arange(len(some)))
+            found = pool.map(try_look, content)
+            yield from zip(rows[numbers].tolist(), found, strict=True)
 
 
 def ok_mask(reasons: Sequence[str | None]) -> np.ndarray:

@@ -161,6 +161,9 @@ def valid_text(name: str) -> str:
     Args:
         name: File name, with surrogate escapes for bytes that are not UTF-8.
     """
+    with suppress(UnicodeEncodeError):
+        name.encode()
+        return name
     half = re.sub(
         "[\ud800-\udc7f\udd00-\udfff]", lambda found: ascii(found[0])[1:-1], name
     )

@@ -7,7 +7,7 @@ are read when they are needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,6 +22,15 @@ from uno.data.sampling import PRETEXT, Batch, Order, Plan, augment_generator
 from uno.data.splits import Task, train_rows, truth_rows
 
 SPREAD_ROWS = 2**16  # rows from which the spread of each feature is computed
+# Limits of the batches of a sample, so that workers get about equally many rows.
+MIN_BATCH_ROWS, MAX_BATCHES = 32, 64
+
+Read = Callable[[Sequence[np.ndarray]], Iterator[tuple[Tensor, np.ndarray]]]
+"""Reads batches of a sample: takes the positions of the rows of each, int64 (b,).
+
+For each batch it yields the images or features of these rows, and bool (b,), which of
+them could be read. The values of the others have no meaning.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +85,31 @@ class TrainSet:
         """
         return MemoryBatches(config, self, plan, rank, world_size)
 
+    def choose_rows(self, num: int) -> list[np.ndarray]:
+        """Choose a sample of at most ``num`` rows of each kind, evenly spaced.
+
+        Returns:
+            Positions among the labeled rows and among the unlabeled rows, int64 each.
+        """
+        return [evenly_spaced(num, n) for n in (len(self.labels), self.num_unlabeled)]
+
+    def plan_reading(
+        self, chosen: Sequence[np.ndarray], batch_size: int
+    ) -> tuple[list[np.ndarray], Read]:
+        """Divide a sample of rows into batches, and return how they are read.
+
+        Args:
+            chosen: Positions of labeled and of unlabeled rows, as :meth:`choose_rows`
+                returns them.
+            batch_size: The largest number of rows of a batch.
+
+        Returns:
+            For each batch the positions of its rows in the sample, in which the labeled
+            rows come first; and the function that reads batches.
+        """
+        images = self.labeled_images, self.unlabeled_images
+        return plan_reading([*zip(images, chosen, strict=True)], batch_size)
+
     def sync(self) -> None:
         """Do nothing. Streamed sets exchange here which images are unreadable.
 
@@ -125,6 +159,63 @@ class EvalSet:
         for rows in torch.arange(rank, len(self.truth), world_size).split(batch_size):
             if len(rows):
                 yield self.images[rows], self.truth[rows]
+
+    def choose_rows(self, num: int) -> list[np.ndarray]:
+        """Choose a sample of at most ``num`` rows, evenly spaced.
+
+        Returns:
+            One array of the positions of the chosen rows, int64.
+        """
+        return [evenly_spaced(num, len(self.truth))]
+
+    def plan_reading(
+        self, chosen: Sequence[np.ndarray], batch_size: int
+    ) -> tuple[list[np.ndarray], Read]:
+        """Divide a sample into batches, see :meth:`TrainSet.plan_reading`.
+
+        Args:
+            chosen: Positions of rows, as :meth:`choose_rows` returns them.
+            batch_size: The largest number of rows of a batch.
+        """
+        return plan_reading([(self.images, rows) for rows in chosen], batch_size)
+
+
+def plan_reading(
+    parts: Sequence[tuple[Tensor | RowBlocks, np.ndarray]], batch_size: int
+) -> tuple[list[np.ndarray], Read]:
+    """Divide rows in memory into batches, and return how they are read.
+
+    The batches do not depend on the number of workers that share them.
+
+    Args:
+        parts: Images or features, and the numbers of the chosen rows in them. The
+            sample has the rows of all parts in this order.
+        batch_size: The largest number of rows of a batch.
+
+    Returns:
+        For each batch, which has rows of one part, the positions of its rows in the
+        sample; and the function that reads batches.
+    """
+    ends = np.cumsum([len(rows) for _, rows in parts])
+    size = min(batch_size, max(MIN_BATCH_ROWS, -(-int(ends[-1]) // MAX_BATCHES)))
+    batches = [
+        np.arange(start, min(start + size, end))
+        for end, (_, rows) in zip(ends.tolist(), parts, strict=True)
+        for start in range(end - len(rows), end, size)
+    ]
+
+    def read(
+        batches: Sequence[np.ndarray],
+    ) -> Iterator[tuple[Tensor, np.ndarray]]:
+        for batch in batches:
+            part = int(np.searchsorted(ends, batch[0], side="right"))
+            images, rows = parts[part]
+            own = torch.from_numpy(rows[batch - (ends[part] - len(rows))])
+            if isinstance(images, Tensor):  # rows of blocks are read on the host
+                own = own.to(images.device)
+            yield images[own], np.ones(len(batch), dtype=bool)
+
+    return batches, read
 
 
 def keep_pixels(

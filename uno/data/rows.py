@@ -12,19 +12,21 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 
 from uno.data.columns import fill_labels, rename_classes
-from uno.data.images import Images, as_images
+from uno.data.decode import BadImage, map_images, read_header
+from uno.data.images import Images, as_images, evenly_spaced
 from uno.errors import ConfigError, one_line
 from uno.limits import MAX_LABEL_LENGTH, MAX_ROWS
 from uno.text import composed, folded
 
 PART_ROWS = 2**16  # rows that are hashed at once
+NUM_HEADERS = 64  # images whose headers are read
 SPLITS = {
     "train": "train",
     "test": "test",
@@ -33,6 +35,20 @@ SPLITS = {
     "validation": "test",
 }
 """What sources call a split -> "train" or "test"."""
+
+
+class Headers(NamedTuple):
+    """The headers of a sample of the images of a data set.
+
+    Attributes:
+        readable: Format, width and height in pixels of each readable image.
+        reasons: Row number -> the reason why the image cannot be read.
+        num_rows: The number of rows of the sample.
+    """
+
+    readable: list[tuple[str, int, int]]
+    reasons: dict[int, str]
+    num_rows: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,6 +193,28 @@ class Rows:
         """A SHA-256 of the times of all images, which changes if one is written to."""
         times = self.images.times(np.arange(len(self)))
         return hashlib.sha256(times.tobytes()).hexdigest()
+
+    @cached_property
+    def headers(self) -> Headers:
+        """The headers of at most :data:`NUM_HEADERS` images, read at the first use.
+
+        A source of vectors has no headers. Its sample has all rows, and those without a
+        usable vector are the unreadable ones.
+        """
+        vectors = self.images.vectors(np.arange(len(self)))
+        if vectors is not None:
+            reasons = {
+                row: why for row, why in enumerate(vectors[1]) if why is not None
+            }
+            return Headers([], reasons, len(self))
+        sample = evenly_spaced(NUM_HEADERS, len(self))
+        headers = Headers([], {}, len(sample))
+        for row, found in map_images(self.images, sample, read_header):
+            if isinstance(found, BadImage):
+                headers.reasons[row] = str(found)
+            else:
+                headers.readable.append(found)
+        return headers
 
     @cached_property
     def fingerprint(self) -> str:

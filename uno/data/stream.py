@@ -11,7 +11,7 @@ the batch.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,8 +28,8 @@ from uno.cpus import available_cpus
 from uno.crops import Cropper
 from uno.data.decode import BATCHES_AHEAD, DecodedBatch, decoded, ok_mask, prefetch_map
 from uno.data.files import Storage
-from uno.data.images import Images, InMemory, batches_of
-from uno.data.memory import EvalSet, TrainSet
+from uno.data.images import Images, InMemory, batches_of, spread
+from uno.data.memory import EvalSet, Read, TrainSet
 from uno.data.sampling import Batch, Order, Plan, augment_generator
 from uno.data.splits import Task, train_rows, truth_rows
 from uno.data.unreadable import BadRows
@@ -37,6 +37,7 @@ from uno.errors import ConfigError
 
 SYNC_STEPS = 100  # steps after which workers exchange which images are unreadable
 EVAL_BYTES = 64 * 2**20  # largest size of the decoded pixels of an evaluation batch
+MAX_SAMPLE_ROWS = 20_000  # rows of each kind that are decoded for a sample
 # The largest size of the views of a chunk: small enough that many chunks are cropped
 # at the same time. For ImageNet a chunk takes half a second.
 CHUNK_BYTES = 16 * 2**20
@@ -65,34 +66,97 @@ the task: three arrays int64 (n,).
 
 
 @dataclass(frozen=True, eq=False)
+class StreamedImages:
+    """The images of all N rows of a task, which are decoded when they are needed.
+
+    Attributes:
+        images: The encoded images.
+        side: S, the side of decoded images in pixels.
+        decode: Decodes batches of row numbers, and yields the rows, images uint8 (b, 3,
+            S, S) and the reasons of unreadable ones.
+        bad: Collects the rows that prove unreadable.
+    """
+
+    images: Images
+    side: int
+    decode: Callable[[Iterable[np.ndarray]], Iterator[DecodedBatch]]
+    bad: BadRows
+
+    @classmethod
+    def of(cls, config: Config, images: Images, bad: BadRows) -> StreamedImages:
+        """Return images that threads of this process decode.
+
+        Args:
+            config: The configuration, which gives the size of images, the interpolation
+                and the number of threads.
+            images: The images of all rows of the task.
+            bad: Collects the rows that prove unreadable.
+        """
+        side, threads = config.data.stored_size, config.compute.threads
+        how = config.data.interpolation
+        decode = partial(decoded, images, size=side, threads=threads, interpolation=how)
+        return cls(images, side, decode, bad)
+
+    def plan_reading(
+        self, kinds: Sequence[np.ndarray], batch_size: int
+    ) -> tuple[list[np.ndarray], Read]:
+        """Divide a sample of rows into batches, and return how they are decoded.
+
+        Args:
+            kinds: Row numbers of each kind of rows, int64. The sample has the rows of
+                all kinds in this order.
+            batch_size: The largest number of rows of a batch.
+
+        Returns:
+            For each batch the positions of its rows in the sample; and the function
+            that reads batches. A batch has rows of several kinds if images are stored
+            in groups, so that each group is read once.
+        """
+        numbers = np.concatenate(kinds)
+        positions = np.arange(len(numbers))
+        parts = np.split(positions, np.cumsum([len(rows) for rows in kinds])[:-1])
+        if self.images.groups(positions[:0]) is not None:
+            parts = [np.argsort(numbers, kind="stable")]
+        size = decoded_rows(batch_size, self.side)
+        batches = [
+            part[batch]
+            for part in parts
+            for batch in batches_of(self.images, numbers[part], size)
+        ]
+
+        def read(
+            batches: Sequence[np.ndarray],
+        ) -> Iterator[tuple[Tensor, np.ndarray]]:
+            for _, pixels, reasons in self.decode(numbers[batch] for batch in batches):
+                yield pixels, ok_mask(reasons)
+
+        return batches, read
+
+
+@dataclass(frozen=True, eq=False)
 class StreamSet:
     """The training rows of a task with images that are read when they are needed.
 
     It has the methods of :class:`~uno.data.memory.TrainSet`.
 
     Attributes:
-        images: The images of all N rows of the task.
+        source: The images of all N rows of the task.
         labeled: Row numbers of the labeled training rows, int64 (N_l,).
         labels: Index of the known class of each labeled row, int64 (N_l,).
         unlabeled: Row numbers of the unlabeled training rows, int64 (N_u,).
         num_known: C_l, the number of known classes.
         num_novel: C_u, the number of novel classes.
-        bad: Collects the rows that prove unreadable.
         crop: Crops the rows of a job in order, in this process or by Ray.
-        decode: Decodes batches of row numbers, and yields the rows, images uint8 (b, 3,
-            S, S) and the reasons of unreadable ones.
         device: The device of the batches.
     """
 
-    images: Images
+    source: StreamedImages
     labeled: np.ndarray
     labels: Tensor
     unlabeled: np.ndarray
     num_known: int
     num_novel: int
-    bad: BadRows
     crop: Callable[[CropJob], Generator[Chunk, None, None]]
-    decode: Callable[[Iterable[np.ndarray]], Iterator[DecodedBatch]]
     device: torch.device = CPU
 
     @property
@@ -122,6 +186,35 @@ class StreamSet:
         """
         return StreamBatches(config, self, plan, rank, world_size, last)
 
+    def choose_rows(self, num: int) -> list[np.ndarray]:
+        """Choose a sample of rows of each kind that takes little reading.
+
+        Args:
+            num: The largest number of rows of each kind, if it is less than
+                :data:`MAX_SAMPLE_ROWS`. See :func:`~uno.data.images.spread`.
+
+        Returns:
+            Positions among the labeled rows and among the unlabeled rows, int64 each.
+        """
+        kinds, labels = [self.labeled, self.unlabeled], self.labels.numpy()
+        return spread(self.source.images, kinds, min(num, MAX_SAMPLE_ROWS), labels)
+
+    def plan_reading(
+        self, chosen: Sequence[np.ndarray], batch_size: int
+    ) -> tuple[list[np.ndarray], Read]:
+        """Divide a sample of rows into batches, and return how they are decoded.
+
+        Args:
+            chosen: Positions of labeled and of unlabeled rows, as :meth:`choose_rows`
+                returns them.
+            batch_size: The largest number of rows of a batch.
+
+        Returns:
+            As :meth:`StreamedImages.plan_reading`.
+        """
+        kinds = [self.labeled[chosen[0]], self.unlabeled[chosen[1]]]
+        return self.source.plan_reading(kinds, batch_size)
+
     def sync(self) -> None:
         """Exchange with all workers which images proved unreadable.
 
@@ -130,69 +223,33 @@ class StreamSet:
         Raises:
             ConfigError: More images are unreadable than the configuration allows.
         """
-        self.bad.sync()
+        self.source.bad.sync()
 
 
 def streaming_set(config: Config, task: Task, storage: Storage) -> StreamSet:
-    """Return the training rows of a task, cropped by threads of this process.
+    """Return the training rows of a task, read by threads of this process.
 
     Args:
         config: The configuration of the run.
         task: The task.
         storage: The run directory, where unreadable images are listed.
     """
-    facts = stream_facts(task)
-    bad = BadRows(
-        facts.pop("ids"), task.rows.images, config.data.max_bad_fraction, storage
-    )
-    return stream_here(config, bad, **facts)
+    rows = task.rows
+    bad = BadRows(rows.ids, rows.images, config.data.max_bad_fraction, storage)
+    source = StreamedImages.of(config, rows.images, bad)
+    return stream_here(config, source, **train_rows(task))
 
 
-def stream_here(config: Config, bad: BadRows, images: Images, **rows: Any) -> StreamSet:
+def stream_here(config: Config, source: StreamedImages, **rows: Any) -> StreamSet:
     """Return a set of training rows, cropped by threads of this process.
 
     Args:
         config: The configuration of the run.
-        bad: Collects the rows that prove unreadable.
-        images: The images of all rows of the task.
+        source: The images of all rows of the task.
         **rows: The fields that :func:`~uno.data.splits.train_rows` returns.
     """
-    crop = partial(crop_local, threads=config.compute.threads or available_cpus())
-    return StreamSet(
-        images, **rows, bad=bad, crop=crop, decode=decode_here(config, images)
-    )
-
-
-def decode_here(
-    config: Config, images: Images
-) -> Callable[[Iterable[np.ndarray]], Iterator[DecodedBatch]]:
-    """Return a function that decodes batches of rows by threads of this process.
-
-    Args:
-        config: The configuration, which gives the size of images, the interpolation and
-            the number of threads.
-        images: The images of all rows of the task.
-
-    Returns:
-        A function from batches of row numbers, int64 (b,), to the decoded batches of
-        :func:`~uno.data.decode.decoded`.
-    """
-    size, threads, how = (
-        config.data.stored_size,
-        config.compute.threads,
-        config.data.interpolation,
-    )
-    return partial(decoded, images, size=size, threads=threads, interpolation=how)
-
-
-def stream_facts(task: Task) -> dict[str, Any]:
-    """Return the fields of a :class:`StreamSet` that do not depend on the process.
-
-    Returns:
-        The result of :func:`~uno.data.splits.train_rows`, with ``images`` and ``ids``
-        of all rows of the task. A set has no field ``ids``.
-    """
-    return {"images": task.rows.images, "ids": task.rows.ids, **train_rows(task)}
+    threads = config.compute.threads or available_cpus()
+    return StreamSet(source, **rows, crop=partial(crop_local, threads=threads))
 
 
 class StreamBatches:
@@ -258,7 +315,7 @@ class StreamBatches:
             train.labels[torch.from_numpy(self._job.order.rows(step)[0])],
         )
         for position, reason in bad.items():
-            train.bad.add(int(rows[position]), reason)
+            train.source.bad.add(int(rows[position]), reason)
         if step % SYNC_STEPS == 0 or step % plan.steps_per_epoch == 0:
             train.sync()
         if bad:
@@ -406,7 +463,7 @@ class CropJob:
         first: int,
         last: int,
     ) -> None:
-        self.images = train.images
+        self.images = train.source.images
         self.first, self.last, self._train = first, last, train
         self._steps_per_epoch = plan.steps_per_epoch
         num_rows, data = plan.labeled_size + plan.unlabeled_size, config.data
@@ -565,19 +622,13 @@ class StreamedEvalSet:
         truth: Index of the true class among known + novel classes, int64 (N,).
         index: Row number in the task, int64 (N,).
         unlabeled: Whether training does not see the row's label, bool (N,).
-        images: The images of all rows of the task.
-        side: S, the side of decoded images in pixels.
-        decode: Decodes batches of row numbers, see :class:`StreamSet`.
-        bad: Collects the rows that prove unreadable.
+        source: The images of all rows of the task.
     """
 
     truth: Tensor
     index: Tensor
     unlabeled: Tensor
-    images: Images
-    side: int
-    decode: Callable[[Iterable[np.ndarray]], Iterator[DecodedBatch]]
-    bad: BadRows
+    source: StreamedImages
 
     def where(self, chosen: Tensor) -> StreamedEvalSet:
         """Return the set of only some of its N rows.
@@ -595,7 +646,7 @@ class StreamedEvalSet:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the rows of one worker as batches, each row once.
 
-        Unreadable rows are left out and added to ``bad``.
+        Unreadable rows are left out and added to ``source.bad``.
 
         Args:
             batch_size: The largest number of rows in a batch.
@@ -608,18 +659,43 @@ class StreamedEvalSet:
         own, truth = (
             rows.tensor_split(world_size)[rank] for rows in (self.index, self.truth)
         )
-        index = own.numpy()
-        batches = batches_of(self.images, index, decoded_rows(batch_size, self.side))
-        found = self.decode(index[batch] for batch in batches)
+        index, source = own.numpy(), self.source
+        size = decoded_rows(batch_size, source.side)
+        batches = batches_of(source.images, index, size)
+        found = source.decode(index[batch] for batch in batches)
         for batch, (rows, images, reasons) in zip(batches, found, strict=True):
             ok = ok_mask(reasons)
             for i in np.flatnonzero(~ok).tolist():
-                self.bad.add(int(rows[i]), str(reasons[i]))
+                source.bad.add(int(rows[i]), str(reasons[i]))
             if ok.any():
                 yield (
                     (images if ok.all() else images[torch.from_numpy(ok)]),
                     truth[torch.from_numpy(batch[ok])],
                 )
+
+    def choose_rows(self, num: int) -> list[np.ndarray]:
+        """Choose a sample of rows that takes little reading.
+
+        Args:
+            num: The largest number of rows, if it is less than :data:`MAX_SAMPLE_ROWS`.
+
+        Returns:
+            One array of the positions of the chosen rows, int64.
+        """
+        rows, num = [self.index.numpy()], min(num, MAX_SAMPLE_ROWS)
+        return spread(self.source.images, rows, num)
+
+    def plan_reading(
+        self, chosen: Sequence[np.ndarray], batch_size: int
+    ) -> tuple[list[np.ndarray], Read]:
+        """Divide a sample into batches, see :meth:`StreamedImages.plan_reading`.
+
+        Args:
+            chosen: Positions of rows, as :meth:`choose_rows` returns them.
+            batch_size: The largest number of rows of a batch.
+        """
+        index = self.index.numpy()
+        return self.source.plan_reading([index[rows] for rows in chosen], batch_size)
 
 
 def decoded_rows(batch_size: int, side: int) -> int:
@@ -636,28 +712,20 @@ def decoded_rows(batch_size: int, side: int) -> int:
 
 
 def streaming_eval_sets(
-    config: Config, task: Task, bad: BadRows
+    task: Task, source: StreamedImages
 ) -> dict[str, StreamedEvalSet]:
-    """Return the rows of a task with a true class, decoded by threads of this process.
+    """Return the rows of a task with a true class, decoded when they are evaluated.
 
     Args:
-        config: The configuration of the run.
         task: The task.
-        bad: Collects the rows that prove unreadable.
+        source: The images of all rows of the task.
 
     Returns:
         The sets of "train" and "test". A set can be empty.
     """
-    how = (
-        task.rows.images,
-        config.data.stored_size,
-        decode_here(config, task.rows.images),
-        bad,
-    )
-    found = truth_rows(task).items()
     return {
-        split: StreamedEvalSet(truth, index, unlabeled, *how)
-        for split, (index, truth, unlabeled) in found
+        split: StreamedEvalSet(truth, index, unlabeled, source)
+        for split, (index, truth, unlabeled) in truth_rows(task).items()
     }
 
 

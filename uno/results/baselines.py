@@ -4,7 +4,7 @@ The rows are clustered by k-means and by spectral clustering, and the clusters a
 compared with the true classes.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -16,19 +16,13 @@ from torch import Tensor
 
 from uno.clustering.frozen import SPECTRAL, Clustering, fit_principal_space
 from uno.clustering.initialization import (
-    MAX_ROWS,
-    Read,
     cluster_features,
     compute_features_together,
-    decode_batches,
-    resident_batch_rows,
 )
 from uno.clustering.kmeans import FREE, kmeans
 from uno.config import Config
 from uno.data.files import Storage
-from uno.data.images import batches_of, evenly_spaced, spread
-from uno.data.row_blocks import RowBlocks
-from uno.data.stream import EvalData, StreamedEvalSet, TrainData, decoded_rows
+from uno.data.stream import EvalData, TrainData
 from uno.distributed import RankTask
 from uno.model import UnoModel, build_network
 from uno.results import metrics
@@ -326,8 +320,8 @@ def generalized_baselines(
 def read_features(config: Config, model: UnoModel, rows: EvalData) -> Rows:
     """Compute the features of rows on all workers; each worker reads a share.
 
-    At most ``MAX_BASELINE_ROWS`` rows are used, evenly spaced, or ``MAX_ROWS`` if the
-    images are streamed. Rows that cannot be read are left out.
+    At most ``MAX_BASELINE_ROWS`` rows are used, and fewer if the images are streamed.
+    Rows that cannot be read are left out.
 
     Args:
         config: The configuration of the run, which has the batch size.
@@ -337,35 +331,8 @@ def read_features(config: Config, model: UnoModel, rows: EvalData) -> Rows:
     Returns:
         Features and true classes of the readable rows, the same on every worker.
     """
-    size = config.train.eval_batch_size
-    if isinstance(rows, StreamedEvalSet):
-        (chosen,) = spread(rows.images, [rows.index.numpy()], MAX_ROWS)
-        numbers = rows.index.numpy()[chosen]
-        batches = batches_of(rows.images, numbers, decoded_rows(size, rows.side))
-        load: Read = partial(decode_batches, rows.decode, numbers)
-    else:
-        chosen = evenly_spaced(MAX_BASELINE_ROWS, len(rows.truth))
-        images = rows.images.select_rows(torch.from_numpy(chosen))
-        size = resident_batch_rows(config, len(chosen))
-        batches = np.split(np.arange(len(chosen)), range(size, len(chosen), size))
-        load = partial(_resident, images)
+    (chosen,) = rows.choose_rows(MAX_BASELINE_ROWS)
+    batches, load = rows.plan_reading([chosen], config.train.eval_batch_size)
     (features,), ok = compute_features_together(config, [model], batches, load)
     truth = rows.truth[torch.from_numpy(chosen)].cpu()[ok]
     return Rows(features.cpu()[ok], truth)
-
-
-def _resident(
-    images: RowBlocks, batches: Sequence[np.ndarray]
-) -> Iterator[tuple[Tensor, np.ndarray]]:
-    """Yield batches of images that are in memory, in the form of streamed batches.
-
-    Args:
-        images: Images uint8 (N, 3, S, S), or features of a frozen encoder, (N, ...).
-        batches: Row numbers of each batch, int64 (b,).
-
-    Yields:
-        The images of a batch, and a mask bool (b,) of the rows that can be read. It is
-        True for all rows.
-    """
-    for batch in batches:
-        yield images[torch.from_numpy(batch)], np.ones(len(batch), dtype=bool)

@@ -106,9 +106,8 @@ def open_sets(
     """
     if config.data.loading == "streaming":
         stream = streaming_set(config, task, storage)
-        return Sets(
-            stream, partial(streaming_eval_sets, config, task, stream.bad), task, None
-        )
+        truth = partial(streaming_eval_sets, task, stream.source)
+        return Sets(stream, truth, task, None)
     images, reasons = load_images(config, task, storage, show, should_stop)
     leave_out_unreadable(reasons, config, task, storage if keep else None)
     task, ok = keep_pixels(task, images, reasons), ok_mask(reasons)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from uno.config import OWN_ENCODERS, VECTORS, Config, flatten, override, to_dict
-from uno.data.check import MIN_ROWS_PER_CLUSTER, read_headers
+from uno.data.check import MIN_ROWS_PER_CLUSTER
 from uno.data.decode import ok_mask
 from uno.data.embeddings import require_kind
 from uno.data.files import Storage
@@ -320,7 +320,7 @@ def _image_size(
     if has_view_size or has_stored_size:
         size = config.augment.large.size if has_view_size else config.data.stored_size
         return dict.fromkeys(SIZES[:2], size), ""
-    sides = [min(side) for _, *side in read_headers(task)[0]]
+    sides = [min(side) for _, *side in task.rows.headers.readable]
     median_side = int(np.median(sides or [config.data.stored_size]))
     stem = config.model.stem
     if config.model.encoder == "resnet_small":
