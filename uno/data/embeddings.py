@@ -79,11 +79,13 @@ class Vectors(Images):
         """Make vectors of numbers that a caller passes.
 
         Args:
-            given: Numbers as :func:`~uno.data.from_python.float_vectors` takes them.
+            given: Numbers (N, D), or (N, V, D) with V views of each row: an array, a
+                tensor, nested lists or a column, see
+                :func:`~uno.data.from_python.float_vectors`.
             what: The name of the argument, for messages.
 
         Raises:
-            ConfigError: These are no such numbers.
+            ConfigError: ``given`` has another type or shape.
         """
         values = float_vectors(given, what).clone()
         reasons: list[str | None] = [None] * len(values)
@@ -376,8 +378,11 @@ def given_vectors(embeddings: Any, labels: Any = None, ids: Any = None) -> Given
     """Check embeddings, labels and ids that a caller passes.
 
     Args:
-        embeddings: Numbers as :func:`~uno.data.from_python.float_vectors` takes them.
-        labels: The class of each row (N,), or a missing value, or None.
+        embeddings: Numbers (N, D), or (N, V, D) with V views of each row: an array, a
+            tensor, nested lists or a column, see
+            :func:`~uno.data.from_python.float_vectors`.
+        labels: The class of each row (N,), or a missing value; None for no labels at
+            all.
         ids: The id of each row (N,); by default rows are numbered.
 
     Returns:

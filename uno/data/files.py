@@ -238,9 +238,18 @@ def walk(root: str, follow_links: bool = False) -> Iterator[FileEntry]:
 
 
 def _walk_local(root: str, follow_links: bool) -> Iterator[FileEntry]:
-    """Yield the files below a local folder, as :func:`walk`.
+    """Yield the files below a local folder in the order of their relative paths.
 
-    A link to a folder that is being listed is left out, so loops of links end.
+    Hidden files are left out. A link to a folder that is being listed is left out, so
+    loops of links end.
+
+    Args:
+        root: The local folder.
+        follow_links: Whether a link may lead out of ``root``.
+
+    Raises:
+        ConfigError: A folder cannot be listed, or a link leads out of ``root`` and
+            ``follow_links`` is False.
     """
     base = os.path.realpath(root).rstrip("/") + "/"
 
@@ -291,10 +300,16 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def _walk_remote(root: str) -> Iterator[FileEntry]:
-    """Yield the files below a URI, as :func:`walk`.
+    """Yield the files below a URI in the order of their relative paths.
 
-    The folders of the first levels are listed at the same time, and one request lists
-    all files below each folder of the last of these levels.
+    Hidden files are left out. The folders of the first levels are listed at the same
+    time, and one request lists all files below each folder of the last of these levels.
+
+    Args:
+        root: The URI of the folder.
+
+    Raises:
+        ConfigError: A folder cannot be listed.
     """
     with reading(root):
         files, inner = locate(root)
@@ -455,11 +470,14 @@ def open_file(path: str) -> Any:
 
 
 def _open_inner(files: Any, inner: str | bytes) -> Any:
-    """Open a file of a file system, as :func:`open_file`.
+    """Open a file of a file system for reads in any order.
 
     Args:
         files: File system, as :func:`locate` returns it.
         inner: Path inside the file system, ``bytes`` for a local one.
+
+    Returns:
+        A ``pyarrow.NativeFile``. Failed reads of a remote file are retried.
     """
     if isinstance(inner, bytes):
         require_regular(inner)

@@ -107,7 +107,7 @@ class Images(Protocol):
         return self.split_rows(np.arange(len(self)), size)
 
     def split_rows(self, rows: np.ndarray, size: int) -> Iterator[Images]:
-        """Yield the images of some rows in parts, as :meth:`split` does.
+        """Yield the images of some rows in parts, to be read in order.
 
         Args:
             rows: Row numbers, int64 (n,).

@@ -79,7 +79,9 @@ def encode_labels(
 def encode_column(
     source: str, column: Any, declared: Sequence[str] = ()
 ) -> pa.DictionaryArray:
-    """Return the class of every row of an Arrow column, as :func:`encode_labels`.
+    """Return the class of every row of an Arrow column of labels.
+
+    Text, booleans and whole numbers are classes, by the rule of :func:`encode_labels`.
 
     Args:
         source: The source, as error messages name it.

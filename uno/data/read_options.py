@@ -43,7 +43,8 @@ class ReadOptions:
 
         Args:
             config: The section ``data`` of the configuration.
-            images_only: As the attribute.
+            images_only: Whether the rows are only to be predicted, so that labels and
+                splits are not read.
         """
         folder = config.image_folder
         return cls(

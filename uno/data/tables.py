@@ -389,11 +389,11 @@ def rows_of_table(
     table: TextTable,
     options: ReadOptions,
 ) -> Rows:
-    """Return the rows of a table of text, as :func:`read_table` does for one file.
+    """Make the rows of a data set from the content of a CSV or JSONL table.
 
     Args:
         source: Name of the source, for errors.
-        path: The table, for errors.
+        path: Path of the table, for errors.
         root: Folder or URI that image paths are relative to.
         table: The content of the table.
         options: How the source is read.

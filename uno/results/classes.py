@@ -134,7 +134,7 @@ class ModelClasses(BaseModel):
         return (self.measured or at_first) == hashes(self.classes)["routes"]
 
     def as_measured(self) -> ModelClasses:
-        """Return a copy in which the metrics belong to the present merges and drops."""
+        """Return a copy whose merges and drops are those that the metrics belong to."""
         return self.model_copy(update={"measured": hashes(self.classes)["routes"]})
 
 

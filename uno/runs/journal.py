@@ -110,7 +110,7 @@ class Journal:
             raise self._job_error
 
     def close(self) -> None:
-        """Wait as :meth:`flush` does, and end the thread.
+        """Wait until all lines are stored and all functions called, and end the thread.
 
         Raises:
             Exception: The error of a write or function that has failed.
@@ -145,7 +145,11 @@ class Journal:
             self._text += line
 
     def _upload(self, storage: Storage) -> None:
-        """Write the whole file to an object store, if it lacks lines."""
+        """Upload all lines as ``metrics.jsonl``, if there are new ones.
+
+        Args:
+            storage: The run directory. Nothing happens if it is local.
+        """
         if self._num_stored < len(self._text):
             storage.write(METRICS_FILE, self._text)
             self._num_stored = len(self._text)

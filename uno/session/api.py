@@ -457,8 +457,9 @@ def stored_embeddings(
     Args:
         settings: The keywords of :func:`discover`.
         embeddings: Numbers (N, D), or (N, V, D) with V views of each row.
-        labels: N classes, or None.
-        ids: N names, or None.
+        labels: The class of each row (N,), or a missing value for an unlabeled row;
+            None for no labels at all.
+        ids: The name of each row (N,); None to number the rows.
         overwrite: Whether a run in the same directory is started over.
 
     Yields:
@@ -527,12 +528,13 @@ def _delete_file(path: str) -> None:
 def _discover_source(
     settings: Mapping[str, Any], overwrite: bool, quiet: bool, report: bool
 ) -> Model:
-    """Train a model as :func:`discover` does, on data that the settings name.
+    """Train a model on the data that the settings name, as ``uno discover`` does.
 
     PyTorch's number of threads and default settings are restored at the end.
 
     Args:
-        settings: The keyword arguments of the user, such as ``data`` and ``num_novel``.
+        settings: The keyword arguments of :func:`discover`, such as ``data`` and
+            ``num_novel``.
         overwrite: Whether a run in the same directory is started over.
         quiet: Whether only warnings are printed.
         report: Whether the HTML report is written.
