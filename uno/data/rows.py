@@ -190,7 +190,10 @@ class Rows:
 
     @property
     def times_hash(self) -> str:
-        """A SHA-256 of the times of all images, which changes if one is written to."""
+        """A hash of the modification times of all images, 64 hex digits.
+
+        It changes if an image file is written to.
+        """
         times = self.images.times(np.arange(len(self)))
         return hashlib.sha256(times.tobytes()).hexdigest()
 
@@ -240,7 +243,12 @@ class Rows:
 
 
 def _update_hash(digest: Any, texts: pa.LargeStringArray) -> None:
-    """Update a hash object by the length and content of each text."""
+    """Add texts to a hash, each with its length.
+
+    Args:
+        digest: A hash object of :mod:`hashlib`. It is updated.
+        texts: An Arrow array of texts and nulls.
+    """
     digest.update(pa.compute.binary_length(texts).fill_null(-1).to_numpy())
     digest.update("".join(texts.fill_null("").to_pylist()).encode())
 
@@ -250,7 +258,7 @@ def _alike(names: Iterable[str], key: Callable[[str], str], what: str) -> Iterat
 
     Args:
         names: Names of classes.
-        key: Returns the key of a name.
+        key: Returns the key of a name, such as the name in lower case.
         what: What the names of a group differ in, the end of the line.
     """
     found = defaultdict[str, dict[str, None]](dict)
