@@ -170,13 +170,13 @@ def feature_job(config: Config, task: Task, encoder: nn.Module) -> FeatureJob:
     facts = settings(config) | {
         "version": VERSION,
         "weights": digest.hexdigest(),
-        "packages": _versions(config),
+        "packages": _package_versions(config),
         **code_of(config.model.encoder, encoder),
     }
     return FeatureJob(config, task, encoder, facts)
 
 
-def _versions(config: Config) -> dict[str, str]:
+def _package_versions(config: Config) -> dict[str, str]:
     """Return the versions of the packages that decode and encode images, by name.
 
     The suffix that tells builds of PyTorch for CPUs from those for GPUs is removed.
@@ -198,7 +198,7 @@ def settings(config: Config) -> dict[str, Any]:
     """
     data = config.data
     if config.augment.num_cached_views:
-        views = _views(config).model_dump(mode="json")
+        views = _random_view_settings(config).model_dump(mode="json")
     else:
         views = {"size": config.augment.large.size}  # the evaluation view depends on it
     return {
@@ -210,7 +210,7 @@ def settings(config: Config) -> dict[str, Any]:
     }
 
 
-def _views(config: Config) -> AugmentConfig:
+def _random_view_settings(config: Config) -> AugmentConfig:
     """Return the augmentation of the V random views.
 
     It is the augmentation of the run's large views, without small views.
@@ -393,7 +393,7 @@ def _random_views(config: Config, seed: int, crops: Tensor) -> list[Tensor]:
     """
     return augment_crops(
         _cropper(config).split(crops),
-        _views(config),
+        _random_view_settings(config),
         augment_generator(VIEW_SEED, FEATURES, seed),
         config.data.mean,
         config.data.std,
@@ -426,7 +426,12 @@ def _cropper(config: Config) -> Cropper:
     """
     data = config.data
     return Cropper(
-        VIEW_SEED, FEATURES, 1, _views(config), data.stored_size, data.interpolation
+        VIEW_SEED,
+        FEATURES,
+        1,
+        _random_view_settings(config),
+        data.stored_size,
+        data.interpolation,
     )
 
 

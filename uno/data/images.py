@@ -270,7 +270,7 @@ class Ready(NamedTuple):
     reasons: Sequence[str | None]
 
 
-def _of_others(name: str) -> Any:
+def _delegate_method(name: str) -> Any:
     """Make a method of :class:`ImageSubset` that calls the method of its base images.
 
     Args:
@@ -330,7 +330,7 @@ class ImageSubset(Images):
         return self.images.split_rows(self.index[rows], size)
 
     groups, sizes, content_keys, times, paths, lines, numbers, vectors, captions = map(
-        _of_others,
+        _delegate_method,
         (
             "groups",
             "sizes",

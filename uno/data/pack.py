@@ -107,11 +107,13 @@ def store_shard(
         for i, one in zip(ids, encoded, strict=True)
         if isinstance(one, str)
     ]
-    output.write(shard.name, _content(rows, shard, ids, encoded, _schema(rows, bad)))
+    output.write(
+        shard.name, _format_shard(rows, shard, ids, encoded, _make_schema(rows, bad))
+    )
     return Shard(shard.name, len(ids), bad)
 
 
-def _content(
+def _format_shard(
     rows: Rows,
     shard: ShardRows,
     ids: list[str],
@@ -126,7 +128,7 @@ def _content(
         ids: Their ids.
         encoded: The bytes of each image; or as text the reason why it is unreadable.
             Such rows are left out.
-        schema: The columns of the file, by :func:`_schema`.
+        schema: The columns of the file, by :func:`_make_schema`.
     """
     sink = io.BytesIO()
     options = {
@@ -160,7 +162,7 @@ def _content(
     return sink.getvalue()
 
 
-def _schema(rows: Rows, bad: list[BadRow]) -> pa.Schema:
+def _make_schema(rows: Rows, bad: list[BadRow]) -> pa.Schema:
     """Return the Arrow schema of a shard, with its metadata.
 
     The metadata holds the known classes of the source and the rows that are left out.
@@ -254,7 +256,7 @@ def pack(
         raise ConfigError(
             f"{rows.source}: vectors are not packed; shards are for images"
         )
-    shards = _shards(rows, labeled, shard_bytes)
+    shards = _distribute_rows(rows, labeled, shard_bytes)
     plan = {
         "format": FORMAT,
         "fingerprint": rows.fingerprint,
@@ -318,7 +320,7 @@ def _read_bad_rows(output: Storage, name: str) -> list[BadRow] | None:
         return None
 
 
-def _shards(
+def _distribute_rows(
     rows: Rows, labeled: np.ndarray, shard_bytes: int
 ) -> dict[str, list[np.ndarray]]:
     """Distribute the rows among shards and row groups.
@@ -338,7 +340,9 @@ def _shards(
         files, filled = [], shard_bytes  # type: list[list[np.ndarray]], int
         for kind in (True, False):
             members = np.flatnonzero(member & (labeled == kind))
-            for group in _groups(_order(rows, members, sizes, shard_bytes), sizes):
+            for group in _divide_into_groups(
+                _shuffle_rows(rows, members, sizes, shard_bytes), sizes
+            ):
                 if filled >= shard_bytes:
                     files.append([])
                     filled = 0
@@ -351,7 +355,7 @@ def _shards(
     return shards
 
 
-def _order(
+def _shuffle_rows(
     rows: Rows, members: np.ndarray, sizes: np.ndarray, shard_bytes: int
 ) -> np.ndarray:
     """Shuffle some rows, always in the same way.
@@ -379,7 +383,7 @@ def _order(
     return members[by_windows(groups, window, np.random.default_rng([0, 0, 0, 0]))]
 
 
-def _groups(order: np.ndarray, sizes: np.ndarray) -> Iterator[np.ndarray]:
+def _divide_into_groups(order: np.ndarray, sizes: np.ndarray) -> Iterator[np.ndarray]:
     """Divide rows into consecutive row groups of a Parquet file.
 
     A group has at most :data:`GROUP_ROWS` rows and at most :data:`GROUP_BYTES`, but at

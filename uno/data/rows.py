@@ -151,9 +151,15 @@ class Rows:
         given = {name: column for name, column in columns.items() if column is not None}
         classes = {name: c.dictionary.to_pylist() for name, c in given.items()}
         names = dict.fromkeys(chain(*classes.values(), self.class_names, self.known))
-        notes = (*_alike(names, composed, "normalization only: they are one class"),)
+        notes = (
+            *_list_alike_names(
+                names, composed, "normalization only: they are one class"
+            ),
+        )
         notes += (
-            *_alike(map(composed, names), folded, "case only: they stay two classes"),
+            *_list_alike_names(
+                map(composed, names), folded, "case only: they stay two classes"
+            ),
         )
         if not notes and all(name == composed(name) for name in names):
             return self
@@ -253,7 +259,9 @@ def _update_hash(digest: Any, texts: pa.LargeStringArray) -> None:
     digest.update("".join(texts.fill_null("").to_pylist()).encode())
 
 
-def _alike(names: Iterable[str], key: Callable[[str], str], what: str) -> Iterator[str]:
+def _list_alike_names(
+    names: Iterable[str], key: Callable[[str], str], what: str
+) -> Iterator[str]:
     """Yield a line for each group of different class names that have the same key.
 
     Args:

@@ -110,7 +110,7 @@ def make_plan(
         found = f"found {num_labeled} labeled, {num_unlabeled} unlabeled"
         raise ConfigError(f"discovery needs labeled and unlabeled images; {found}")
     sizes_of = partial(
-        _sizes, batch_sampling, num_labeled, num_unlabeled, max(1, num_workers)
+        _divide_batch, batch_sampling, num_labeled, num_unlabeled, max(1, num_workers)
     )
     sizes = sizes_of(batch_size)
     if not isinstance(sizes, str):
@@ -146,7 +146,7 @@ def largest_batch(
         The batch size, or ``most`` if no size is accepted.
     """
     sizes_of = partial(
-        _sizes, batch_sampling, num_labeled, num_unlabeled, max(1, num_workers)
+        _divide_batch, batch_sampling, num_labeled, num_unlabeled, max(1, num_workers)
     )
     from_largest = range(min(most, 2 * (num_labeled + num_unlabeled)), 1, -1)
     return next(
@@ -154,7 +154,7 @@ def largest_batch(
     )
 
 
-def _sizes(
+def _divide_batch(
     batch_sampling: str,
     num_labeled: int,
     num_unlabeled: int,

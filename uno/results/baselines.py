@@ -78,14 +78,16 @@ def start_model(
         ``rows`` has fewer rows of novel classes than there are novel clusters, and in
         the GCD setting fewer unlabeled rows than classes.
     """
-    if not any(_enough(config, train, rows)):
+    if not any(_has_enough_rows(config, train, rows)):
         return None
     model = build_network(config, train.num_known, 0, 0)
     load_weights_(model, config, storage)
     return model.to(device).eval()
 
 
-def _enough(config: Config, train: TrainData, rows: EvalData) -> tuple[bool, bool]:
+def _has_enough_rows(
+    config: Config, train: TrainData, rows: EvalData
+) -> tuple[bool, bool]:
     """Return whether there are enough rows for the novel and for the GCD baselines.
 
     Args:
@@ -123,7 +125,7 @@ def baselines(
         :func:`generalized_baselines` in the GCD setting. Each still has to be computed.
         A kind for which there are too few rows is left out.
     """
-    found, (enough, mixed) = list[Baseline](), _enough(config, train, rows)
+    found, (enough, mixed) = list[Baseline](), _has_enough_rows(config, train, rows)
     if enough:
         novel = read_features(config, model, rows.where(rows.truth >= train.num_known))
         if len(novel.truth) >= train.num_novel:  # some may be unreadable

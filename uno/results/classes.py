@@ -276,23 +276,28 @@ def template(
         model_hash: The hash of the model, which :func:`read_edits` compares.
         suggestions: Facts about discovered classes, by index. They become comments.
     """
-    lines = [HEADER + f"model: {_scalar(model_hash)}", "classes:"]
+    lines = [HEADER + f"model: {_format_scalar(model_hash)}", "classes:"]
     for c in classes:
         if c.kind == "novel":
             merged = "drop" if c.into is None else MERGE + classes[c.into].name
             action = "keep" if c.into == c.index else merged
-            lines.append(f"- index: {c.index}{_comment(suggestions.get(c.index))}")
-            lines += [f"  name: {_scalar(c.name)}", f"  action: {_scalar(action)}"]
+            lines.append(
+                f"- index: {c.index}{_format_comment(suggestions.get(c.index))}"
+            )
+            lines += [
+                f"  name: {_format_scalar(c.name)}",
+                f"  action: {_format_scalar(action)}",
+            ]
     return "\n".join(lines) + "\n"
 
 
-def _scalar(value: str) -> str:
+def _format_scalar(value: str) -> str:
     """Format a string as a YAML scalar on one line, quoted if necessary."""
     style = None if value.isascii() and value.isprintable() else '"'
     return yaml.safe_dump(value, width=1_000_000, default_style=style).split("\n")[0]
 
 
-def _comment(suggestion: Suggestion | None) -> str:
+def _format_comment(suggestion: Suggestion | None) -> str:
     """Format facts about a discovered class as a YAML comment; "" if there are none.
 
     Names are escaped and cut to 80 characters, because a line break in one would end
@@ -412,7 +417,7 @@ def read_edits(
     try:
         entries = ClassEdits.model_validate(tree).classes
         edits = _edits_by_index(entries, classes)
-        targets = _keep_names(edits, classes)
+        targets = _index_kept_names(edits, classes)
         edited = list(classes)
         for index, edit in edits.items():
             into = index if edit.action == "keep" else None
@@ -460,7 +465,7 @@ def _edits_by_index(
     return edits
 
 
-def _keep_names(
+def _index_kept_names(
     edits: Mapping[int, ClassEdit], classes: Sequence[OutputClass]
 ) -> dict[str, int]:
     """Return the index of every known and every kept class by its name.

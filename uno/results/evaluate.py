@@ -349,7 +349,7 @@ def protocol_metrics(
         ]
         for key in heads[best_head]:
             group, metric = key.split("/")
-            result |= _of_heads(
+            result |= _average_and_best(
                 heads, key, f"{split}/{group}/{name}/{metric}", best_head
             )
     num_clusters = novel.shape[2] if edits is None else edits.num_novel
@@ -392,11 +392,13 @@ def gcd_metrics(
     ]
     result: dict[str, float] = {}
     for name in heads[best_head]:
-        result |= _of_heads(heads, name, f"{split}/unlabeled/gcd/{name}", best_head)
+        result |= _average_and_best(
+            heads, name, f"{split}/unlabeled/gcd/{name}", best_head
+        )
     return result
 
 
-def _of_heads(
+def _average_and_best(
     heads: list[dict[str, float]], key: str, path: str, best_head: int
 ) -> dict[str, float]:
     """Return one metric as the mean over the heads, and as the value of the best head.

@@ -58,7 +58,9 @@ def export(model: Classifier, format: str) -> bytes:
         raise ConfigError(
             f"unknown format {format!r}; choose from {', '.join(FORMATS)}"
         )
-    return {"encoder": _encoder, "pt2": _pt2, "onnx": _onnx}[format](model)
+    return {"encoder": _export_encoder, "pt2": _export_pt2, "onnx": _export_onnx}[
+        format
+    ](model)
 
 
 def can_check_onnx() -> bool:
@@ -139,7 +141,7 @@ def _one_head(model: Classifier, head: int) -> UnoModel:
     return alone.eval().requires_grad_(False)
 
 
-def _encoder(model: Classifier) -> bytes:
+def _export_encoder(model: Classifier) -> bytes:
     """Return the encoder's weights as safetensors, under the keys of its library.
 
     The weights are loaded into a new encoder, and its features of random images are
@@ -173,7 +175,7 @@ def _encoder(model: Classifier) -> bytes:
     return data
 
 
-def _pt2(model: Classifier) -> bytes:
+def _export_pt2(model: Classifier) -> bytes:
     """Return the model as a program of ``torch.export``, for images or vectors.
 
     The program is loaded again, and its probabilities for random inputs are compared
@@ -183,17 +185,17 @@ def _pt2(model: Classifier) -> bytes:
         NumericsError: The program computes other probabilities than the model.
     """
     exported, stream = (
-        torch.export.export(Program(model), **_traced(model)),
+        torch.export.export(Program(model), **_trace_arguments(model)),
         io.BytesIO(),
     )
-    torch.export.save(exported, stream, extra_files=_facts(model))
+    torch.export.save(exported, stream, extra_files=_metadata_of(model))
     data = stream.getvalue()
     program = torch.export.load(io.BytesIO(data)).module()
     _compare("pt2", model, program, lambda x: model.score(x).probabilities)
     return data
 
 
-def _onnx(model: Classifier) -> bytes:
+def _export_onnx(model: Classifier) -> bytes:
     """Return the model as ONNX, for images or vectors.
 
     The classes and the hash of the model are stored in it. If onnxruntime is installed,
@@ -211,8 +213,10 @@ def _onnx(model: Classifier) -> bytes:
             f"--format onnx needs the package {missing}: pip install onnx onnxscript"
             " onnxruntime"
         )
-    proto = to_onnx(Program(model), _input(model), "probabilities", **_traced(model))
-    for key, value in _facts(model).items():
+    proto = to_onnx(
+        Program(model), _input_name(model), "probabilities", **_trace_arguments(model)
+    )
+    for key, value in _metadata_of(model).items():
         proto.metadata_props.add(key=key, value=value)
     data = proto.SerializeToString()
     if can_check_onnx():
@@ -223,14 +227,14 @@ def _onnx(model: Classifier) -> bytes:
         def program(images: Tensor) -> Tensor:
             """Compute the probabilities (B, C) of images with the exported file."""
             return torch.from_numpy(
-                session.run(None, {_input(model): images.numpy()})[0]
+                session.run(None, {_input_name(model): images.numpy()})[0]
             )
 
         _compare("onnx", model, program, lambda x: model.score(x).probabilities)
     return data
 
 
-def _input(model: Classifier) -> str:
+def _input_name(model: Classifier) -> str:
     """Return the name of the input in an exported file: "vectors" or "images".
 
     Args:
@@ -239,7 +243,7 @@ def _input(model: Classifier) -> str:
     return "vectors" if model.config.model.takes_vectors else "images"
 
 
-def _traced(model: Classifier) -> dict[str, Any]:
+def _trace_arguments(model: Classifier) -> dict[str, Any]:
     """Return the keyword arguments of ``torch.export.export`` for a model.
 
     Returns:
@@ -250,7 +254,7 @@ def _traced(model: Classifier) -> dict[str, Any]:
     return {"args": (_random_images(model, 2),), "dynamic_shapes": shapes}
 
 
-def _facts(model: Classifier) -> dict[str, str]:
+def _metadata_of(model: Classifier) -> dict[str, str]:
     """Return the metadata that an exported file holds about the model.
 
     Returns:

@@ -511,7 +511,7 @@ def scores(
     result = {"known/acc": float(found.known / num_old)} if num_old else {}
     if num_new:
         result |= {
-            f"novel/{name}": _of_novel(metric, found, num_new)
+            f"novel/{name}": _score_novel_rows(metric, found, num_new)
             for name, metric in METRICS.items()
         }
         # these count all novel rows, under the protocol's own matching
@@ -528,7 +528,7 @@ def scores(
     return result
 
 
-def _of_novel(metric: Metric, found: Matched, num_rows: int) -> float:
+def _score_novel_rows(metric: Metric, found: Matched, num_rows: int) -> float:
     """Compute a metric of the rows of novel classes; 0 if all of them are rejected.
 
     Args:

@@ -333,7 +333,7 @@ class PartWriter(NamedTuple):
         bad = pa.compute.is_valid(results["reason"])
         columns = {
             **{name: results[name] for name in results.column_names},
-            "class_name": _names(self.classes).take(index),
+            "class_name": _names_of_classes(self.classes).take(index),
             "kind": kinds.take(index),
             "status": pa.compute.if_else(bad, "bad", "ok"),
             "model_hash": pa.repeat(self.identity["model_hash"], len(results)),
@@ -628,7 +628,7 @@ def rename(storage: Storage, classes: list[OutputClass]) -> bool:
     return True
 
 
-def _names(classes: Sequence[OutputClass]) -> pa.Array:
+def _names_of_classes(classes: Sequence[OutputClass]) -> pa.Array:
     """Return the name that predictions give to each class, as a string array."""
     return pa.array([name for name, _ in prediction_labels(classes)], pa.string())
 

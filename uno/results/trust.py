@@ -101,20 +101,20 @@ def verdict(values: Mapping[str, float]) -> Verdict | None:
     """
     if KMEANS not in values:
         return None
-    word, known = _on_known(values)
-    if signs := _fatal_signs(values):
+    word, known = _judge_by_held_out(values)
+    if signs := _describe_failure(values):
         advice = f"{signs}: another encoder, weights or image size may help"
         return Verdict("not trustworthy", (known, advice))
-    expected = _expected(values)
+    expected = _format_expected(values)
     if expected:
-        word = _word(
+        word = _verdict_of_score(
             next(values[f"{key}/acc"] for key in COUNTS if f"{key}/acc" in values)
         )
-    agreement = _agreement(values, word, trained=not expected)
-    return Verdict(word, (*expected, known, agreement, *_merge_advice(values)))
+    agreement = _format_agreement(values, word, trained=not expected)
+    return Verdict(word, (*expected, known, agreement, *_format_merge_advice(values)))
 
 
-def _word(score: float) -> Word:
+def _verdict_of_score(score: float) -> Word:
     """Return the verdict of a score from 0 to 1 in a word.
 
     It is "trustworthy" from 0.75, "doubtful" from 0.5, and otherwise "not trustworthy".
@@ -124,7 +124,7 @@ def _word(score: float) -> Word:
     return "trustworthy" if score >= BELIEVED else "doubtful"
 
 
-def _agreement(values: Mapping[str, float], word: Word, trained: bool) -> str:
+def _format_agreement(values: Mapping[str, float], word: Word, trained: bool) -> str:
     """Describe how far k-means and nearest neighbors agree with the clusters.
 
     Args:
@@ -158,7 +158,7 @@ def _agreement(values: Mapping[str, float], word: Word, trained: bool) -> str:
     )
 
 
-def _fatal_signs(values: Mapping[str, float]) -> str:
+def _describe_failure(values: Mapping[str, float]) -> str:
     """Describe why a run is worthless, whatever its other metrics are.
 
     The reasons are features that do not tell images apart, and at least 99 % of the
@@ -176,7 +176,7 @@ def _fatal_signs(values: Mapping[str, float]) -> str:
     return ", and ".join(seen)
 
 
-def _expected(values: Mapping[str, float]) -> list[str]:
+def _format_expected(values: Mapping[str, float]) -> list[str]:
     """Format the accuracy that the method ``clustering`` expects, with its interval.
 
     Args:
@@ -206,7 +206,7 @@ def _expected(values: Mapping[str, float]) -> list[str]:
     return lines
 
 
-def _merge_advice(values: Mapping[str, float]) -> list[str]:
+def _format_merge_advice(values: Mapping[str, float]) -> list[str]:
     """Return a line that names pairs of novel classes that may be one class.
 
     Args:
@@ -279,7 +279,7 @@ def clustering_metrics(
     return found
 
 
-def _on_known(values: Mapping[str, float]) -> tuple[Word, str]:
+def _judge_by_held_out(values: Mapping[str, float]) -> tuple[Word, str]:
     """Judge a run by its accuracy on held-out labeled rows and by its score.
 
     The score is this accuracy times the smaller of the agreements with k-means and of

@@ -196,13 +196,18 @@ def derive_settings(
     rules: tuple[Rule, ...] = ()
     if config.preset in ("photos", VECTORS):
         rules = (
-            _vector_length,
-            _settings_of_weights,
-            _batch_of_heads,
-            _epochs_of_heads,
+            _derive_vector_length,
+            _derive_image_settings,
+            _derive_batch_of_heads,
+            _derive_epochs_of_heads,
         )
     elif derived_keys(config):
-        rules = (_settings_of_weights, _image_size, _batch_size, _epochs)
+        rules = (
+            _derive_image_settings,
+            _derive_image_size,
+            _derive_batch_size,
+            _derive_epochs,
+        )
     values, lines = Values(), list[str]()
     for rule in rules:
         derived, line = rule(config, given, task)
@@ -220,7 +225,7 @@ and the rows. Returns values by dotted key, and a line that names them.
 """
 
 
-def _vector_length(
+def _derive_vector_length(
     config: Config, given: Collection[str], task: Task
 ) -> tuple[Values, str]:
     """Derive ``model.encoder`` from the length of the vectors of a source.
@@ -245,7 +250,7 @@ def _vector_length(
     return {"model.encoder": f"{VECTORS}:{vectors[0].shape[2]}"}, ""
 
 
-def _settings_of_weights(
+def _derive_image_settings(
     config: Config, given: Collection[str], task: Task
 ) -> tuple[Values, str]:
     """Take the image settings from the run whose weights this run starts from.
@@ -295,7 +300,7 @@ def _starts_from_run(config: Config) -> bool:
     return source not in (None, PRETRAINED) and not weights.is_file(source)
 
 
-def _image_size(
+def _derive_image_size(
     config: Config, given: Collection[str], task: Task
 ) -> tuple[Values, str]:
     """Derive the sizes of images in pixels, and the encoder's stem.
@@ -335,7 +340,7 @@ def _image_size(
     )
 
 
-def _batch_size(
+def _derive_batch_size(
     config: Config, given: Collection[str], task: Task
 ) -> tuple[Values, str]:
     """Derive the batch size for an encoder that is trained.
@@ -359,10 +364,10 @@ def _batch_size(
         MIN_ROWS_PER_CLUSTER * num_classes * (labeled + unlabeled) / max(unlabeled, 1)
     )
     wanted = max(32, least, (labeled + unlabeled) // STEPS_OF_EPOCH)
-    return _fitting_batch(config, task, wanted)
+    return _derive_fitting_batch(config, task, wanted)
 
 
-def _batch_of_heads(
+def _derive_batch_of_heads(
     config: Config, given: Collection[str], task: Task
 ) -> tuple[Values, str]:
     """Derive the batch size for heads that are trained on features of a frozen encoder.
@@ -378,10 +383,12 @@ def _batch_of_heads(
     """
     if not config.discover.epochs:
         return {}, ""
-    return _fitting_batch(config, task, config.train.batch_size)
+    return _derive_fitting_batch(config, task, config.train.batch_size)
 
 
-def _fitting_batch(config: Config, task: Task, wanted: int) -> tuple[Values, str]:
+def _derive_fitting_batch(
+    config: Config, task: Task, wanted: int
+) -> tuple[Values, str]:
     """Return the largest batch size up to ``wanted`` for which there are enough rows.
 
     Unusable vectors are not counted as rows.
@@ -409,7 +416,9 @@ def _fitting_batch(config: Config, task: Task, wanted: int) -> tuple[Values, str
     )
 
 
-def _epochs(config: Config, given: Collection[str], task: Task) -> tuple[Values, str]:
+def _derive_epochs(
+    config: Config, given: Collection[str], task: Task
+) -> tuple[Values, str]:
     """Derive the number of epochs of both phases, for an encoder that is trained.
 
     A phase gets the number of :data:`EPOCHS`, or fewer so that it has about
@@ -445,7 +454,7 @@ def _epochs(config: Config, given: Collection[str], task: Task) -> tuple[Values,
     )
 
 
-def _epochs_of_heads(
+def _derive_epochs_of_heads(
     config: Config, given: Collection[str], task: Task
 ) -> tuple[Values, str]:
     """Derive the number of discovery epochs for heads on features of a frozen encoder.

@@ -121,7 +121,7 @@ def format_estimate(estimate: Estimate) -> str:
     return "\n".join(lines)
 
 
-def _mark(estimate: Estimate, k: int) -> str:
+def _format_mark(estimate: Estimate, k: int) -> str:
     """Return the end of the table row of k novel classes.
 
     It says whether k is the estimate or lies in its interval; otherwise it is empty.
@@ -139,7 +139,7 @@ def _probability_lines(estimate: Estimate) -> list[str]:
     lines = ["", f"{'k':>4}  probability"]
     for k, share in zip(estimate.ks, estimate.curves["probability"], strict=True):
         if share >= MIN_SHOWN or estimate.low <= k <= estimate.high:
-            lines.append(f"{k:>4}  {100 * share:>10.0f}%{_mark(estimate, k)}")
+            lines.append(f"{k:>4}  {100 * share:>10.0f}%{_format_mark(estimate, k)}")
     return lines
 
 
@@ -156,7 +156,7 @@ def _curve_lines(estimate: Estimate) -> list[str]:
         strict=True,
     ):
         lines.append(
-            f"{k:>4}  {f1:>5.3f}  {acc:>5.3f}  {cvi:>6.3f}{_mark(estimate, k)}"
+            f"{k:>4}  {f1:>5.3f}  {acc:>5.3f}  {cvi:>6.3f}{_format_mark(estimate, k)}"
         )
     ratios = zip(estimate.sizes["ratios"], estimate.sizes["clusters"], strict=True)
     shares = ", ".join(f"{count:.1f} (r {ratio:g})" for ratio, count in ratios if ratio)
