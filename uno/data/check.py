@@ -581,7 +581,8 @@ def _check_duplicates(task: Task, in_full: bool) -> Iterator[Problem]:
 
     Args:
         task: The rows and their classes.
-        in_full: Whether more images are compared, see :func:`_find_copies`.
+        in_full: Whether up to 2 GiB of images are compared, also from remote storage.
+            Otherwise up to 256 MiB of local images are compared.
     """
     groups, note = _find_copies(task, in_full)
     found: dict[str, list[list[int]]] = defaultdict(list)

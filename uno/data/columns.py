@@ -64,7 +64,7 @@ def join_labels(parts: Sequence[pa.DictionaryArray]) -> pa.DictionaryArray:
 
 
 def class_codes(labels: pa.DictionaryArray) -> np.ndarray:
-    """Return the index of each row's class in ``labels.dictionary``.
+    """Return the index of each row's class in the dictionary of a column of labels.
 
     Returns:
         int32 (N,), -1 for a row without a label.

@@ -440,7 +440,8 @@ def _load_rgb(image: Image, side: int) -> Pillow.Image:
 
     Args:
         image: Encoded bytes, a path or URI, or pixels uint8 (H, W, 3).
-        side: The side in pixels that is needed, see :func:`_open`.
+        side: The side in pixels of the square that is needed of the image. A JPEG may
+            be decoded at a smaller scale that suffices for it.
 
     Raises:
         BadImage: The image cannot be used.

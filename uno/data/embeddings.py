@@ -365,7 +365,9 @@ class GivenVectors(NamedTuple):
         return found.hexdigest()
 
     def store(self, path: str) -> None:
-        """Write a file for :func:`read_vectors`, by an atomic write.
+        """Write the vectors and columns to a Parquet file, by an atomic write.
+
+        :func:`read_vectors` reads the file.
 
         Args:
             path: Path or URI of the file.

@@ -133,10 +133,10 @@ class FeatureJob(NamedTuple):
         return f"features/{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
     def ids(self, rows: np.ndarray) -> list[str]:
-        """Return the ids of rows.
+        """Return the ids of some rows as texts.
 
         Args:
-            rows: int64 (n,), numbers of rows of the task.
+            rows: Row numbers among all rows of the run, int64 (n,).
         """
         return self.task.rows.ids.take(rows).to_pylist()
 
@@ -144,7 +144,7 @@ class FeatureJob(NamedTuple):
         """Return which rows have random views: training rows, if there are such views.
 
         Args:
-            rows: int64 (n,), numbers of rows of the task.
+            rows: Row numbers among all rows of the run, int64 (n,).
 
         Returns:
             bool (n,).

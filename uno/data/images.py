@@ -308,12 +308,12 @@ class ImageSubset(Images):
         return self.images[int(self.index[row])]
 
     def take(self, rows: np.ndarray) -> ImageSubset:
-        """Return only the images of some rows, as a subset of the same base images.
+        """Return only the images of some rows of the subset, as another subset.
 
         Decoded pixels or features of the rows that are in memory are taken along.
 
         Args:
-            rows: Row numbers, int64 (n,).
+            rows: Row numbers in the subset, int64 (n,).
         """
         ready = self.ready
         if ready is not None:
@@ -324,7 +324,12 @@ class ImageSubset(Images):
         return ImageSubset(self.images, self.index[rows], ready)
 
     def split_rows(self, rows: np.ndarray, size: int) -> Iterator[Images]:
-        """Yield the images of some rows int64 (n,) in parts of ``size`` images."""
+        """Yield the images of some rows of the subset in parts, to be read in order.
+
+        Args:
+            rows: Row numbers in the subset, int64 (n,).
+            size: Number of images of each part but the last.
+        """
         if self.ready is not None:
             return super().split_rows(rows, size)
         return self.images.split_rows(self.index[rows], size)
@@ -346,14 +351,14 @@ class ImageSubset(Images):
 
     @property
     def is_remote(self) -> bool:
-        """Whether the base images are in remote storage."""
+        """Whether the images of which this is a subset are in remote storage."""
         return self.images.is_remote
 
     def reader(self) -> Images | None:
-        """Return an object that reads the base images on any node.
+        """Return an object that reads all images of the source in another process.
 
-        It reads the rows that ``numbers`` returns. None if images must be sent
-        themselves.
+        It reads rows by the numbers that ``numbers`` returns. None if the images
+        themselves must be sent.
         """
         return self.images.reader()
 
@@ -451,12 +456,12 @@ class Files(Images):
 
     @classmethod
     def of(cls, paths: Sequence[str], stats: Iterable[Sequence[int]]) -> Files:
-        """Make images from paths, and make local paths absolute.
+        """Make images from the paths of files. Local paths become absolute.
 
         Args:
             paths: N paths and URIs; '' for a row without a file.
-            stats: Size and modification time of each file, as the attribute ``stats``
-                has them.
+            stats: Size in bytes and modification time in ns since 1970 of each file, -1
+                if not known. A missing file has the size -1 and the time 0.
         """
         full = [os.fsencode(path and full_path(path)) for path in paths]
         return cls(

@@ -136,9 +136,10 @@ def list_temporary_files(storage: Storage, below: str = "") -> list[str]:
 
 
 def delete_temporary_files(storage: Storage, below: str = "") -> None:
-    """Delete the files of :func:`list_temporary_files`.
+    """Delete the temporary files that killed processes left below a directory.
 
-    No other process may write to the directory at the same time.
+    Temporary files of the lock stay. No other process may write to the directory at the
+    same time.
 
     Args:
         storage: The directory, or one above it.

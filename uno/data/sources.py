@@ -218,7 +218,8 @@ def recognize(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> str:
         options: How the source is read.
 
     Returns:
-        A key of :data:`SOURCES`. A folder without any known layout is a "folder".
+        A key of :data:`SOURCES`, such as "parquet", "table" (CSV and the like) or
+        "tar". A folder without any known layout is a "folder".
 
     Raises:
         ConfigError: The file has an ending of no kind, or the folder holds both CIFAR10

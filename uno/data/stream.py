@@ -539,7 +539,7 @@ class CropJob:
             first = last
 
     def _references(self, num_rows: int, first: int, last: int) -> Iterator[References]:
-        """Yield the rows of a range of steps, some at a time.
+        """Yield this worker's rows of a range of steps, some at a time.
 
         Args:
             num_rows: The number of rows at a time. The last ones can be fewer.
@@ -547,8 +547,8 @@ class CropJob:
             last: The step after the last one.
 
         Yields:
-            Global steps, positions in the global batch, and row numbers of the task:
-            three arrays int64 (n,).
+            Global steps, positions in the global batch, and row numbers among all rows
+            of the run: three arrays int64 (n,).
         """
         per_step, end = self.rows_per_step, (last - first) * self.rows_per_step
         for start in range(0, end, num_rows):

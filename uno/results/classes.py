@@ -134,7 +134,7 @@ class ModelClasses(BaseModel):
         return (self.measured or at_first) == hashes(self.classes)["routes"]
 
     def as_measured(self) -> ModelClasses:
-        """Return a copy whose merges and drops are those that the metrics belong to."""
+        """Return a copy that notes that the metrics belong to its merges and drops."""
         return self.model_copy(update={"measured": hashes(self.classes)["routes"]})
 
 

@@ -204,10 +204,11 @@ def class_recall(right: Counts, sizes: Counts, part: str = "all") -> float:
 
 
 def _best_recall(part: str, counts: Counts) -> float:
-    """Return :func:`class_recall` under the best matching of classes and outputs.
+    """Return the mean recall of classes under the best matching to outputs, 0-1.
 
     Args:
-        part: "all", "small" or "large".
+        part: "all" classes, or the third of them with the fewest ("small") or the most
+            ("large") rows, see :func:`class_recall`.
         counts: Counts of rows by class and output, (R, P), with at least one row.
     """
     return class_recall(

@@ -214,7 +214,11 @@ def run_phase(
 
 
 def _no_batch(step: int) -> Batch:
-    """Raise AssertionError: a phase without steps must not ask for a batch."""
+    """Stand in for the batches of a phase without steps, which needs none.
+
+    Raises:
+        AssertionError: Always, because a batch is asked for.
+    """
     raise AssertionError(f"a phase without steps asks for the batch of step {step}")
 
 

@@ -660,11 +660,16 @@ def _describe_value(value: Any) -> str:
 
 
 def _to_image(image: Any, row: int) -> Image | BadImage:
-    """Convert one image, see :func:`_to_images`.
+    """Convert one image that a user gives.
 
     Args:
-        image: The image as the user gave it.
+        image: A path, a URI, encoded bytes, a PIL image, or a uint8 array (H, W, 3) or
+            (H, W).
         row: Its position in the list, for the error message.
+
+    Returns:
+        A path, encoded bytes or a uint8 array (H, W, 3); a :class:`BadImage` for a PIL
+        image that has no readable pixels.
 
     Raises:
         ConfigError: The image has another type or shape.

@@ -117,6 +117,10 @@ class LocalBackend:
 
         The function takes batches of row numbers and yields their pixels, which threads
         of this process decode ahead, see :data:`uno.results.infer.Decode`.
+
+        Args:
+            run: The run, which has the rows and the number of threads.
+            model: The model, which decides the size of the images.
         """
         return decoder(model, run.task.rows, run.config.compute.threads)
 

@@ -82,8 +82,8 @@ def configure(
         given: The dotted keys that the user has set, with their values.
         output: The run directory if the user gives none. ``{preset}`` and ``{seed}`` in
             it are replaced.
-        choose_method: Whether the method may become ``clustering``, see
-            :func:`list_layers`.
+        choose_method: Whether the method becomes ``clustering`` if the preset has a
+            frozen encoder and the user has set no method and nothing of UNO's training.
 
     Raises:
         ConfigError: A setting is unknown, or a value is refused.
