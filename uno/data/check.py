@@ -166,7 +166,12 @@ def check_row_numbers(
 
 
 def _list_some(names: list[str], separator: str = ", ") -> str:
-    """Join the first :data:`NUM_NAMED` names, with "..." at the end for the others."""
+    """Join the first names to a list in a message, with "..." for the others.
+
+    Args:
+        names: The names, of which :data:`NUM_NAMED` are shown.
+        separator: The text between two names.
+    """
     more = ["..."] if len(names) > NUM_NAMED else []
     return separator.join(names[:NUM_NAMED] + more)
 
@@ -387,6 +392,10 @@ def _check_order(task: Task, config: Config) -> Iterator[Problem]:
     The mean share of the most frequent class in batches of this order is compared with
     that in batches of shuffled rows, for labeled and for unlabeled rows. Images that
     are not streamed, or are read one by one, are not checked.
+
+    Args:
+        task: The rows and their classes.
+        config: The configuration of the run.
     """
     images = task.rows.images
     if images.groups(np.arange(0)) is None or config.data.loading != "streaming":
@@ -487,7 +496,8 @@ def _check_sizes(
 def _check_brightness(task: Task) -> Iterator[Problem]:
     """Yield a warning if a sample of images is nearly black.
 
-    This happens when 12-bit values are stored in 16-bit files.
+    This happens when 12-bit values are stored in 16-bit files. A source of vectors is
+    not checked.
     """
     images = task.rows.images
     if images.vectors(np.arange(0)) is not None:
@@ -516,7 +526,12 @@ def _check_brightness(task: Task) -> Iterator[Problem]:
 
 
 def _describe_row(task: Task, row: int) -> str:
-    """Return how messages name a row: its id, path and line."""
+    """Return the text by which messages name a row: its id, and path and line if known.
+
+    Args:
+        task: The rows.
+        row: The number of the row.
+    """
     (name,) = row_names(task.rows.ids, task.rows.images, [row])
     return name
 
@@ -566,7 +581,8 @@ def _check_duplicates(task: Task, in_full: bool) -> Iterator[Problem]:
 
     Args:
         task: The rows and their classes.
-        in_full: Whether more images are compared, see :func:`_find_copies`.
+        in_full: Whether up to 2 GiB of images are compared, also from remote storage.
+            Otherwise up to 256 MiB of local images are compared.
     """
     groups, note = _find_copies(task, in_full)
     found: dict[str, list[list[int]]] = defaultdict(list)

@@ -151,9 +151,15 @@ class Rows:
         given = {name: column for name, column in columns.items() if column is not None}
         classes = {name: c.dictionary.to_pylist() for name, c in given.items()}
         names = dict.fromkeys(chain(*classes.values(), self.class_names, self.known))
-        notes = (*_alike(names, composed, "normalization only: they are one class"),)
+        notes = (
+            *_list_alike_names(
+                names, composed, "normalization only: they are one class"
+            ),
+        )
         notes += (
-            *_alike(map(composed, names), folded, "case only: they stay two classes"),
+            *_list_alike_names(
+                map(composed, names), folded, "case only: they stay two classes"
+            ),
         )
         if not notes and all(name == composed(name) for name in names):
             return self
@@ -190,7 +196,10 @@ class Rows:
 
     @property
     def times_hash(self) -> str:
-        """A SHA-256 of the times of all images, which changes if one is written to."""
+        """A hash of the modification times of all images, 64 hex digits.
+
+        It changes if an image file is written to.
+        """
         times = self.images.times(np.arange(len(self)))
         return hashlib.sha256(times.tobytes()).hexdigest()
 
@@ -240,17 +249,24 @@ class Rows:
 
 
 def _update_hash(digest: Any, texts: pa.LargeStringArray) -> None:
-    """Update a hash object by the length and content of each text."""
+    """Add texts to a hash, each with its length.
+
+    Args:
+        digest: A hash object of :mod:`hashlib`. It is updated.
+        texts: An Arrow array of texts and nulls.
+    """
     digest.update(pa.compute.binary_length(texts).fill_null(-1).to_numpy())
     digest.update("".join(texts.fill_null("").to_pylist()).encode())
 
 
-def _alike(names: Iterable[str], key: Callable[[str], str], what: str) -> Iterator[str]:
+def _list_alike_names(
+    names: Iterable[str], key: Callable[[str], str], what: str
+) -> Iterator[str]:
     """Yield a line for each group of different class names that have the same key.
 
     Args:
         names: Names of classes.
-        key: Returns the key of a name.
+        key: Returns the key of a name, such as the name in lower case.
         what: What the names of a group differ in, the end of the line.
     """
     found = defaultdict[str, dict[str, None]](dict)
