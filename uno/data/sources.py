@@ -36,7 +36,7 @@ from uno.data.embeddings import read_vectors
 from uno.data.files import FileEntry, children, join, valid_text
 from uno.data.images import EXTENSIONS, Files, InMemory, is_image
 from uno.data.label_files import with_label_file
-from uno.data.other_formats import fix_for, meaning_of
+from uno.data.other_formats import fix_for, meaning_of, refuse_boxes
 from uno.data.read_options import DEFAULT_OPTIONS, ReadOptions
 from uno.data.rows import SPLITS, Rows
 from uno.data.tables import read_parquet, read_table
@@ -343,6 +343,8 @@ def read_folder(
             clear. The message then says which ``flag`` to give.
     """
     folders, _ = children(_directory(root))
+    if kind == "folder":
+        refuse_boxes(root)
     splits = {f"{name}/": SPLITS[name] for name in folders if name in SPLITS}
     if kind == "classes" or not (
         "train" in folders and children(join(root, "train"))[0]
