@@ -22,7 +22,6 @@ from uno.data.features import Chunk, FeatureJob
 from uno.data.images import from_columns, to_columns
 from uno.encoders.build import build_encoder
 from uno.encoders.runtimes import Runtime
-from uno.runs.hardware import at_speed
 
 # The largest number of chunks of a task. A row group of Parquet has more rows than a
 # chunk, so that a task of several chunks reads less.
@@ -182,7 +181,7 @@ class Featurizer:
             .to(memory_format=torch.channels_last)
         )
         here = plan is not None and torch.device(device).type == "cpu"
-        self._encoder = at_speed(encoder, plan, threads) if here else encoder
+        self._encoder = Runtime(encoder, plan, threads) if here else encoder
 
     def __call__(self, block: pa.Table) -> pa.Table:
         """Encode the images of a table of :func:`decode_block`.

@@ -33,7 +33,7 @@ from uno.config import Config
 from uno.data.files import Storage
 from uno.data.images import Images, InMemory, from_columns, to_columns
 from uno.data.rows import Rows
-from uno.encoders.runtimes import Plan, choose_runtime
+from uno.encoders.runtimes import Plan, Runtime, choose_runtime
 from uno.model import features_of
 from uno.results.infer import Decode, build_classifier
 from uno.results.predictions import (
@@ -44,7 +44,7 @@ from uno.results.predictions import (
     decode_chunk,
     split_chunks,
 )
-from uno.runs.hardware import at_speed, num_threads
+from uno.runs.hardware import num_threads
 
 # largest number of rows whose places are in the object store at once
 EXECUTION_ROWS = 2**24
@@ -410,7 +410,7 @@ class Scorer:
             embedding,
         )
         if plan is not None and self._model.device.type == "cpu":
-            self._model.module.encoder = at_speed(
+            self._model.module.encoder = Runtime(
                 self._model.module.encoder, plan, threads
             )
 

@@ -29,7 +29,7 @@ from uno.data.images import evenly_spaced
 from uno.data.output import read_mapping
 from uno.data.rows import Rows
 from uno.encoders.build import changed_code, code_of, require_encoder
-from uno.encoders.runtimes import choose_runtime
+from uno.encoders.runtimes import Runtime, choose_runtime
 from uno.errors import StorageError, one_line
 from uno.limits import MAX_STATE_BYTES
 from uno.model import Logits, UnoModel, build_network, forward
@@ -40,7 +40,6 @@ from uno.results.classes import (
     merge_outputs,
 )
 from uno.results.metrics import confusion, hungarian
-from uno.runs import hardware
 from uno.steps import with_prefix
 
 log = logging.getLogger(__name__)
@@ -604,7 +603,7 @@ def accelerated_encoder(
     plan = None if vectors else choose_runtime(config, model.device)
     encoder = model.module.encoder
     if plan is not None:
-        model.module.encoder = hardware.at_speed(encoder, plan, threads)
+        model.module.encoder = Runtime(encoder, plan, threads)
     try:
         yield
     finally:

@@ -12,11 +12,9 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import nn
 
 from uno.config import Config
 from uno.cpus import available_cpus
-from uno.encoders.runtimes import Plan, Runtime
 from uno.errors import ConfigError
 from uno.runs import NUMERICS
 from uno.runs.checkpoint import FORMAT_VERSION
@@ -99,25 +97,6 @@ def describe_environment(fingerprint: str) -> dict[str, Any]:
             torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())
         ],
     }
-
-
-def at_speed(encoder: nn.Module, plan: Plan, threads: int) -> Runtime:
-    """Return a frozen encoder in the form of a faster runtime for the CPU.
-
-    Args:
-        encoder: The frozen encoder.
-        plan: The runtime, "openvino" or "onnx", and its precision.
-        threads: The number of threads that the runtime uses.
-
-    Returns:
-        A callable that computes the same features.
-
-    Raises:
-        ConfigError: The runtime compiles the encoder, and there is no C++ compiler.
-    """
-    if plan.runtime == "compile":
-        prepare_compiler()
-    return Runtime(encoder, plan, threads)
 
 
 def prepare_compiler() -> None:

@@ -22,7 +22,7 @@ from uno.data.stream import EvalData, TrainData, streaming_eval_sets, streaming_
 from uno.data.unreadable import BAD_SAMPLES, check_bad, name_bad
 from uno.encoders.runtimes import Runtime, choose_runtime, require_runtime
 from uno.errors import ConfigError, Interrupted
-from uno.runs.hardware import at_speed, local_device, num_threads
+from uno.runs.hardware import local_device, num_threads
 from uno.runs.run import frozen_encoder
 from uno.session.console import announce_reading, count_items, print_line
 from uno.session.resources import trains_on_features
@@ -246,7 +246,7 @@ def _faster_encoder(job: FeatureJob, encoder: nn.Module, rows: np.ndarray) -> nn
     plan = choose_runtime(job.config, local_device(job.config))
     if plan is None:
         return encoder
-    fast = at_speed(encoder, plan, num_threads(job.config))
+    fast = Runtime(encoder, plan, num_threads(job.config))
     fast(features.first_images(job, rows))
     return fast
 
