@@ -314,9 +314,10 @@ def run_on_ray(run: Run, show: Show) -> dict[str, float]:
     """Train and evaluate a run on Ray: Ray Data decodes, and Ray Train trains.
 
     If the run is evaluated and its images are not streamed, ``run.task`` keeps the
-    decoded images, or the features, for the report and the predictions. Decoded images
-    are in Ray's object store, so this process stays connected to Ray until
-    ``run.cleanup`` is closed.
+    decoded images, or the features, for the report and the predictions. Images that
+    are decoded for training, and not streamed, are in Ray's object store: this process
+    then stays connected to Ray until ``run.cleanup`` is closed. Otherwise it
+    disconnects before it returns.
 
     Args:
         run: The run, whose directory is locked.
@@ -394,7 +395,8 @@ def run_workers(
 
     Args:
         run: The run, whose directory is locked.
-        config: The configuration of the run, with a batch size for its readable rows.
+        config: The configuration of the run, after
+            :func:`~uno.session.data.config_for_readable_rows`.
         resources: The resources of each worker (``CPU``, ``GPU``).
         facts: The references to the data in the object store, from
             :func:`pipelines.ray_data.shared`.

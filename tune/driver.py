@@ -32,8 +32,8 @@ from tune.score import FoldRows, Source, SweepData, Unread, make_folds, sweep_da
 from tune.trial import (
     Sweep,
     SweepOptions,
+    missing_pretrainings,
     run_pretraining,
-    shared_pretrainings,
     train_trial,
 )
 from uno.config import (
@@ -768,7 +768,7 @@ def _run_missing(
             options, num_epochs, storage.uri, storage.token, each, ray.put(data)
         )
         here = {"CPU": CPU_OF_A_WAITING_TRIAL} if config.compute.num_workers else each
-        jobs = shared_pretrainings(options, folds, searcher.values_drawn(), storage)
+        jobs = missing_pretrainings(options, folds, searcher.values_drawn(), storage)
         request = {"num_cpus": here["CPU"], "num_gpus": here.get("GPU", 0)}
         pretrained = ray_tasks(
             ray, places, request, run_pretraining, (sweep,), jobs, stopping.is_set

@@ -217,8 +217,8 @@ def _make_fold(
 ) -> FoldRows:
     """Return one discovery problem of a trial as row numbers.
 
-    Every fifth labeled row of each class is held out of training. Rows that are held
-    out or novel are scored.
+    Every fifth labeled row of each class that stays known is held out of training.
+    Rows that are held out or novel are scored.
 
     Args:
         name: The name of the problem.
@@ -227,7 +227,8 @@ def _make_fold(
             first; -1 if it is unknown.
         novel: bool (N,), the rows whose classes are to be discovered.
         num_novel: The number of classes to discover.
-        hidden: The known classes that the problem hides.
+        hidden: The known classes, as numbered in ``data.labels``, that are novel in
+            this problem. The problem has that many fewer known classes.
     """
     # Of a class with fewer than 5 rows none is held out.
     held_out = np.zeros(len(labels), dtype=bool)

@@ -316,13 +316,15 @@ class Pretraining(NamedTuple):
     fold: int
 
 
-def shared_pretrainings(
+def missing_pretrainings(
     options: SweepOptions,
     folds: Sequence[FoldRows],
     trials: Iterable[Mapping[str, Any]],
     storage: Storage,
 ) -> list[Pretraining]:
-    """Return the pretrainings that trials share and that are not done yet.
+    """Return the pretrainings that trials need and that are not done yet.
+
+    Trials with the same settings of pretraining use the same one.
 
     Args:
         options: The options of the sweep.
@@ -331,7 +333,7 @@ def shared_pretrainings(
         storage: The directory of the sweep.
 
     Returns:
-        Each needed pretraining once. The list is empty if the user gave weights.
+        Each pretraining once. The list is empty if the user gave weights.
     """
     found: dict[str, Pretraining] = {}
     if options.config.model.weights is not None:

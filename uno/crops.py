@@ -145,7 +145,7 @@ class Cropper:
             For ``resized`` crops it holds the random numbers (n,V,23) that
             :func:`uno.augment.resized_boxes` takes, because their boxes depend on the
             size of the image. For other crops it holds boxes (n,V,4) in pixels of the
-            stored square: top, left, height, width.
+            centered, resized square of the image: top, left, height, width.
         """
         generator, chosen = (
             augment_generator(self.seed, self.stream, step),

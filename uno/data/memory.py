@@ -482,6 +482,8 @@ class MemoryBatches:
 def spread_of_features(train: TrainSet) -> Tensor:
     """Return the standard deviation of each feature over a sample of the rows.
 
+    The noise that is added to embeddings as an augmentation is a multiple of it.
+
     Args:
         train: A training set of features (N, 1 + V, D), of which the first view is
             used.

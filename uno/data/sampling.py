@@ -307,7 +307,8 @@ def augment_generator(seed: int, labeled_stream: int, step: int) -> torch.Genera
 
     Args:
         seed: Seed of the run.
-        labeled_stream: The random stream of the phase, see :class:`Plan`.
+        labeled_stream: The number that keeps the random numbers of a phase apart from
+            those of other phases, see :class:`Plan`.
         step: Number of the batch, from 0.
     """
     seeds = np.random.SeedSequence([seed, AUGMENT, labeled_stream, step])

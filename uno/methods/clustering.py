@@ -51,7 +51,7 @@ class SpaceAdapter(nn.Module):
         """Map features to coordinates in the space in which the clusters were found.
 
         Features are scaled to length one, the mean is subtracted, and the result is
-        multiplied by the directions.
+        multiplied by the matrix of directions (whitening and principal directions).
 
         Args:
             features: Features of the encoder, (N, D).

@@ -261,6 +261,9 @@ class Pim(Method):
     def build_adapter(self, num_features: int) -> PaddingAdapter:
         """Build the module that scales features to length one, and appends a zero.
 
+        The appended coordinate is where the prototypes hold the bias of a linear
+        classifier.
+
         Args:
             num_features: The number of features of the encoder.
         """

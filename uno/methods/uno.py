@@ -76,7 +76,12 @@ class Uno(Method):
 
 
 def _has_extensions(config: Config) -> bool:
-    """Return whether IIC terms, rKD or the queue for Sinkhorn are switched on."""
+    """Return whether any addition to UNO is switched on.
+
+    These are the mutual-information terms of IIC (invariant information clustering),
+    relational knowledge distillation (rKD), and the queue of earlier projections for
+    Sinkhorn.
+    """
     return any(getattr(config.objective, name) for name in EXTENSIONS)
 
 

@@ -160,7 +160,8 @@ def read_edits(storage: Storage) -> Edits | None:
     """Read the merged and dropped classes of a run's model.
 
     Returns:
-        The classes and the alignment; None if there is no model yet, or no class was
+        The classes, and the matching of the heads' outputs to classes; None if there is
+        no model yet, or no class was
         merged or dropped.
     """
     if not storage.exists(CLASSES_FILE):

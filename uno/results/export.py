@@ -302,7 +302,9 @@ def _compare(
 
 
 def _random_images(model: Classifier, num: int) -> Tensor:
-    """Return smooth random images, or random vectors if the model takes vectors.
+    """Return inputs on which an exported model is compared with the original.
+
+    They are smooth random images, or random vectors if the model takes vectors.
 
     Args:
         model: The model, which decides the shape.
