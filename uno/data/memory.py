@@ -358,7 +358,7 @@ class MemoryBatches:
         """
         labels, positions = self._train.labels, self._order.positions
         labeled, unlabeled = self._order.rows(step)
-        is_pretext = self._plan.labeled_stream == PRETEXT
+        is_pretext = self._plan.stream == PRETEXT
         if is_pretext:  # one order of all rows; the unlabeled ones follow the labeled
             is_unlabeled = labeled >= len(labels)
             positions = positions[np.argsort(is_unlabeled, kind="stable")]
@@ -368,9 +368,7 @@ class MemoryBatches:
             torch.from_numpy(rows).to(labels.device, non_blocking=True)
             for rows in (labeled, unlabeled)
         )
-        generator = augment_generator(
-            self._config.seed, self._plan.labeled_stream, step
-        )
+        generator = augment_generator(self._config.seed, self._plan.stream, step)
         views = self._make_views(known, rest, torch.from_numpy(positions), generator)
         num_large = self._config.augment.large.num_views
         if is_pretext:

@@ -351,7 +351,7 @@ class StreamBatches:
                 labels[torch.from_numpy(chosen[: len(labels)])],
             )
         crops = self._job.cropper.split(pixels.to(train.device, non_blocking=True))
-        generator = augment_generator(config.seed, plan.labeled_stream, step)
+        generator = augment_generator(config.seed, plan.stream, step)
         data, size = config.data, plan.labeled_size + plan.unlabeled_size
         where = (
             data.mean,
@@ -491,7 +491,7 @@ class CropJob:
         self._steps_per_epoch = plan.steps_per_epoch
         num_rows, data = plan.labeled_size + plan.unlabeled_size, config.data
         how = config.augment, data.stored_size, data.interpolation
-        self.cropper = Cropper(config.seed, plan.labeled_stream, num_rows, *how)
+        self.cropper = Cropper(config.seed, plan.stream, num_rows, *how)
         self.row_bytes = self.cropper.row_bytes
         self.chunk_rows = max(1, min(CHUNK_ROWS, CHUNK_BYTES // self.row_bytes))
         labeled, unlabeled = (

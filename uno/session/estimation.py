@@ -147,7 +147,7 @@ def _curve_lines(estimate: Estimate) -> list[str]:
     """Format a table with the scores of each number k of novel classes.
 
     The scores are F1, accuracy, and silhouette (CVI, cluster validity index). A last
-    line says how many clusters have more rows than each of several sizes.
+    line says how many clusters are larger than several shares of the largest one.
     """
     lines = ["", f"{'k':>4}  {'F1':>5}  {'ACC':>5}  {'CVI':>6}"]
     for k, f1, acc, cvi in zip(
