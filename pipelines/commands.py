@@ -507,7 +507,8 @@ def classes(argv: Sequence[str]) -> int:
     """Name, merge or drop the discovered classes of a run, by a file of edits.
 
     The file is ``RUN/classes.yaml`` or that of ``--file``. If there is none, and
-    neither ``--from`` nor ``--rename``, it is written as a template to edit. Otherwise
+    neither ``--from`` (a table of labels that people gave to images) nor ``--rename``
+    (new names on the command line), it is written as a template to edit. Otherwise
     the edits are checked, and with ``--apply`` or ``--rename`` the model and all files
     of the run are updated.
 

@@ -220,7 +220,9 @@ def free_memory(config: Config) -> "FreeMemory":
 
 
 def _free_on_node(tree: Mapping[str, Any]) -> "FreeMemory":
-    """Return the free memory of this node, in a task of Ray.
+    """Return the free memory of this node and of the device that the run would use.
+
+    It is called in a task of Ray on that node.
 
     Args:
         tree: The configuration of the run as a plain dict.
