@@ -40,6 +40,7 @@ def compute_on_ray(
     Args:
         ray: The module ``ray``, connected to a cluster.
         job: The rows of the data set, and how their features are computed.
+            ``rows`` selects which of them are encoded.
         encoder: The encoder in eval mode, or a :class:`~uno.encoders.runtimes.Runtime`
             of it.
         rows: int64 (n,), the row numbers of the images to encode.

@@ -172,9 +172,10 @@ def importance(space: Space, ranked: Sequence[Trial]) -> tuple[list[Effect], flo
     Returns:
         The effect of each setting with several values, the largest first; and the
         threshold of chance: the largest share of any setting stays below it in 19 of
-        20 sweeps in which no setting has an effect. For that, ranks are permuted 2,000 times and the maximum over
-        settings is taken (Westfall & Young 1993). With fewer than 6 trials the result
-        is ``([], 0.0)``.
+        20 sweeps in which no setting has an effect. For that, ranks are permuted 2,000
+        times and the maximum over settings is taken (Westfall & Young 1993). The result
+        is ``([], 0.0)`` if there are fewer than 6 trials, or no setting has several
+        values.
     """
     places = {
         d.key: np.array([d.position(trial.overrides[d.key]) for trial in ranked])
@@ -463,7 +464,8 @@ def learning_curves(summary: Summary) -> Chart | None:
 def scatter(domain: Domain, summary: Summary) -> Chart | None:
     """Draw the score of each trial over its value of one searched setting.
 
-    About five values are marked on the horizontal axis.
+    Of a range about five values are marked on the horizontal axis, of a list of
+    choices at most eleven.
 
     Args:
         domain: The values that the setting may take.
