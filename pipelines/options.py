@@ -497,7 +497,9 @@ def _print_help(options: Options, everything: bool) -> None:
             value_name = value_name.removesuffix("|None")
         head = f"  {', '.join(names)} {value_name}".rstrip()
         column = 6 if everything else 30
-        lines = textwrap.wrap(argument.sentence + default, width - column)
+        lines = textwrap.wrap(
+            argument.sentence + default, width - column, break_on_hyphens=False
+        )
         if not everything and len(head) < column - 1:
             print(head.ljust(column) + lines.pop(0))
         else:

@@ -239,7 +239,7 @@ def _check_folds(options: SweepOptions, task: Task, asked: Collection[str]) -> N
         options: The options of the sweep.
         task: The rows of the sweep.
         asked: The dotted keys that the user set. Without ``train.batch_size`` among
-            them, the batch size is reduced to the rows of a fold.
+            them, the check is made with the batch size of :func:`with_fitting_batch`.
 
     Raises:
         ConfigError: The known classes do not allow the folds, or a fold has fewer rows
