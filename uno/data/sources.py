@@ -95,7 +95,7 @@ class ImageListing:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """A line about images of formats that are not read, if there are any."""
+        """A line of text about images of formats that are not read, if any."""
         if not self._unread:
             return ()
         what = f"{plural(self._unread.total(), 'image')} left out below {self._root}"
@@ -106,7 +106,7 @@ class ImageListing:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """A line about other files, if there are any."""
+        """A line of text about files that are no images, if any."""
         if not self._ignored:
             return ()
         named = ", ".join(
@@ -218,7 +218,8 @@ def recognize(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> str:
         options: How the source is read.
 
     Returns:
-        A key of :data:`SOURCES`. A folder without any known layout is a "folder".
+        A key of :data:`SOURCES`, such as "parquet", "table" (CSV and the like) or
+        "tar". A folder without any known layout is a "folder".
 
     Raises:
         ConfigError: The file has an ending of no kind, or the folder holds both CIFAR10
@@ -281,7 +282,7 @@ def _kind_of(name: str) -> str | None:
 
 
 def _in_folders(kind: str | None) -> str:
-    """Return when a folder with files of a kind is of this kind.
+    """Return whether a folder is of a kind because it has files of this kind.
 
     Args:
         kind: A key of :data:`SOURCES`, or None for other files.
@@ -374,7 +375,9 @@ def read_class_folder(path: str, options: ReadOptions, *, kind: str) -> Rows:
         path: Path or URI of the folder.
         options: How the source is read. If only images are read, subfolders mean
             nothing.
-        kind: "folder", "classes" or "splits", as :func:`read_folder` takes it.
+        kind: "classes" if the subfolders of ``path`` are the classes; "splits" if those
+            of ``path/train`` and other splits are; "folder" to decide between them, see
+            :func:`read_folder`.
     """
     if options.images_only:
         return read_images(path, options.follow_links)
@@ -702,7 +705,7 @@ def _suffix(name: str) -> str:
 
 
 def _directory(root: str) -> str:
-    """Return the path ``root`` itself, if it is a folder.
+    """Check that a path is a folder, and return it.
 
     Raises:
         ConfigError: ``root`` is a file or missing.

@@ -74,6 +74,11 @@ def read_predicted(storage: Storage) -> Iterator[dict[str, Any]]:
 def locate_image(row: Mapping[str, Any], images: str | None) -> str:
     """Return the path or URL under which a tool finds the image of a row.
 
+    Args:
+        row: A row of the predictions.
+        images: The folder or URL that stands in place of the folder of the data, or
+            None for the paths of the predictions.
+
     Raises:
         ConfigError: The image is inside a table or an archive, and ``images`` is None.
     """
