@@ -1,15 +1,15 @@
 """The rows of a data set: one id, image, label and split for each row.
 
-Every source is read into :class:`Rows`. Images stay encoded, and are read when they are
-needed.
+Every source is read into :class:`Rows`, in the way that :class:`ReadOptions` says.
+Images stay encoded, and are read when they are needed.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
@@ -18,8 +18,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 
+from uno.config import DataConfig
 from uno.data.columns import fill_labels, rename_classes
 from uno.data.decode import BadImage, map_images, read_header
+from uno.data.files import normalize_path
 from uno.data.images import Images, as_images, evenly_spaced
 from uno.errors import ConfigError, one_line
 from uno.limits import MAX_LABEL_LENGTH, MAX_ROWS
@@ -35,6 +37,57 @@ SPLITS = {
     "validation": "test",
 }
 """What sources call a split -> "train" or "test"."""
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """How a data source is read. A source ignores the options that it has no use for.
+
+    Attributes:
+        columns: What the source calls a column, by our name of it, such as "label". A
+            column that is not listed has our name.
+        image_folder: Folder or URI that image paths are relative to; None for the
+            folder of the table.
+        image_suffix: Ending that is added to image paths that lack it, such as '.jpg';
+            '' for none.
+        follow_links: Whether a link may lead out of the folder of the source.
+        images_only: Whether the rows are only to be predicted. Labels and splits are
+            then not read, every image of a folder is a row, and a row of a table
+            without an image path is an unreadable image.
+        download: Whether CIFAR may be downloaded.
+        imagenet_split: "A", "B" or "C", the 30 novel classes of the benchmark on
+            ImageNet; None to keep all classes, of which none is declared known.
+    """
+
+    columns: Mapping[str, str] = field(default_factory=dict)
+    image_folder: str | None = None
+    image_suffix: str = ""
+    follow_links: bool = False
+    images_only: bool = False
+    download: bool = False
+    imagenet_split: str | None = None
+
+    @classmethod
+    def of(cls, config: DataConfig, images_only: bool = False) -> ReadOptions:
+        """Return the options that a configuration asks for.
+
+        Args:
+            config: The section ``data`` of the configuration.
+            images_only: As the attribute.
+        """
+        folder = config.image_folder
+        return cls(
+            columns=config.named_columns,
+            image_folder=None if folder is None else normalize_path(folder),
+            image_suffix=config.image_suffix or "",
+            follow_links=config.follow_links,
+            images_only=images_only,
+            download=config.download,
+            imagenet_split=None if config.known_classes else config.imagenet_split,
+        )
+
+
+DEFAULT_OPTIONS = ReadOptions()
 
 
 class Headers(NamedTuple):

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from uno.config import Config
-from uno.cpus import available_cpus
 from uno.encoders.runtimes import Plan, Runtime
 from uno.errors import ConfigError
 from uno.runs import NUMERICS
 from uno.runs.checkpoint import FORMAT_VERSION
+from uno.threads import available_cpus
 
 
 def describe_hardware(cuda: bool | None = None) -> str:
