@@ -30,7 +30,7 @@ from uno.session.configure import expand_output, explain, is_torchrun_rank
 
 if TYPE_CHECKING:
     from uno.data.files import Storage
-    from uno.results.classes import Suggestion
+    from uno.results.classes import OutputClass, Suggestion
     from uno.results.infer import Classifier
     from uno.session.ranks import TorchrunBackend
 
@@ -52,6 +52,11 @@ APPLY = {
     "--file": Argument(
         "Another classes.yaml, such as the one that the report saves; it replaces"
         " RUN/classes.yaml.",
+        str | None,
+    ),
+    "--from": Argument(
+        "Name classes by labels that people gave to images of the run's predictions: a"
+        " table with id and label, or an export of Label Studio, FiftyOne or CVAT.",
         str | None,
     ),
     "--rename": Argument(
@@ -125,18 +130,28 @@ EXPORT = Command(
     "export",
     {
         "RUN": Argument(
-            "The run directory, or a copy of its model/ folder; for an annotation tool"
-            " a run or the output of uno predict."
+            "The run directory, or a copy of its model/ folder; for predictions a run"
+            " or the output of uno predict."
         ),
         "--format": Argument(
             "encoder: safetensors under torchvision's keys; pt2: torch.export, uint8"
             " images -> probabilities; onnx: the same for ONNX runtimes. label-studio,"
-            " fiftyone, cvat: the predictions, for these annotation tools.",
-            Literal["encoder", "pt2", "onnx", "label-studio", "fiftyone", "cvat"],
+            " fiftyone, cvat: the predictions, for these annotation tools; csv, h5ad:"
+            " the predictions, for spreadsheets and anndata.",
+            Literal[
+                "encoder",
+                "pt2",
+                "onnx",
+                "label-studio",
+                "fiftyone",
+                "cvat",
+                "csv",
+                "h5ad",
+            ],
         ),
         "--output": Argument(
-            "A file, default: RUN/model/ and the format's usual name; of an annotation"
-            " tool a directory, default: RUN.",
+            "A file, default: RUN/model/ and the format's usual name; of predictions a"
+            " directory, default: RUN.",
             str | None,
         ),
         "--images": Argument(
@@ -310,20 +325,19 @@ def export(argv: Sequence[str]) -> int:
     """Write the model, or its predictions, for other tools, and print the files."""
     own = parse(argv, EXPORT).args
     from uno.data.files import Storage
-    from uno.results.annotations import FORMATS as ANNOTATION_FORMATS
-    from uno.results.annotations import write_annotations
+    from uno.results.annotations import ANNOTATIONS, TABLES, export_predictions
     from uno.results.export import FORMATS, can_check_onnx, export
     from uno.results.infer import load_classifier, model_folder
     from uno.session.console import print_line
 
     folder = Storage(own.run)
-    if own.format in ANNOTATION_FORMATS:
+    if own.images is not None and own.format not in ANNOTATIONS:
+        raise ConfigError(f"--images is for {', '.join(ANNOTATIONS)}")
+    if own.format in (*ANNOTATIONS, *TABLES):
         target = Storage(own.output or own.run)
-        for path in write_annotations(folder, target, own.format, own.images):
+        for path in export_predictions(folder, target, own.format, own.images):
             print_line(path)
         return 0
-    if own.images is not None:
-        raise ConfigError(f"--images is for {', '.join(ANNOTATION_FORMATS)}")
     model = load_classifier(folder)
     data, name = export(model, own.format), model_folder(folder) + FORMATS[own.format]
     if own.output:
@@ -409,9 +423,9 @@ def doctor(argv: Sequence[str]) -> int:
 def classes(argv: Sequence[str]) -> int:
     """Name, merge or drop the discovered classes of a run.
 
-    Without a file of edits and without ``--rename``, ``RUN/classes.yaml`` is written as
-    a template. Otherwise the file is checked, and with ``--apply`` or ``--rename`` the
-    model and all files of the run are updated.
+    Without a file of edits, ``--from`` and ``--rename``, ``RUN/classes.yaml`` is
+    written as a template. Otherwise the edits are checked, and with ``--apply`` or
+    ``--rename`` the model and all files of the run are updated.
     """
     own = parse(argv, CLASSES).args
     from uno.data.files import Storage
@@ -429,8 +443,9 @@ def classes(argv: Sequence[str]) -> int:
     from uno.session.pipeline import apply_classes
     from uno.session.run import Run
 
-    if own.file is not None and own.rename:
-        raise ConfigError("give either --file or --rename")
+    labels = getattr(own, "from")  # a word of Python
+    if sum(map(bool, (own.file, labels, own.rename))) > 1:
+        raise ConfigError("give only one of --file, --from and --rename")
     storage = Storage(own.run)
     model = load_classifier(storage)
     folder, name = (storage, YAML_FILE) if own.file is None else _place(own.file)
@@ -438,7 +453,7 @@ def classes(argv: Sequence[str]) -> int:
         folder.path(name),
         own.file is not None or storage.exists(YAML_FILE),
     )
-    if not is_there and not own.rename:
+    if not is_there and not own.rename and labels is None:
         storage.write(
             YAML_FILE,
             template(model.classes, model.model_hash, _suggestions(model)).encode(),
@@ -450,9 +465,13 @@ def classes(argv: Sequence[str]) -> int:
     if is_there:
         data = folder.read(name, MAX_STATE_BYTES)
     edited = read_edits(data, path, model.classes, model.model_hash)
-    if own.rename:
-        renamed = rename_classes(edited, own.rename)
-        data = template(renamed, model.model_hash, {}).encode()
+    if own.rename or labels is not None:
+        named = (
+            rename_classes(edited, own.rename)
+            if labels is None
+            else _name_by_labels(storage, edited, labels)
+        )
+        data = template(named, model.model_hash, {}).encode()
         edited = read_edits(data, path, model.classes, model.model_hash)
     if not own.rename:
         for c, fate in edits_of(edited):
@@ -465,10 +484,34 @@ def classes(argv: Sequence[str]) -> int:
             apply_classes(run, model, edited)
             run.storage.write(YAML_FILE, data)
     else:
-        print_line(
-            f"{path} is valid; --apply updates the model and all files of the run"
-        )
+        valid = "names are not applied yet" if labels else f"{path} is valid"
+        print_line(f"{valid}; --apply updates the model and all files of the run")
     return 0
+
+
+def _name_by_labels(
+    storage: Storage, classes: Sequence[OutputClass], path: str
+) -> list[OutputClass]:
+    """Name the discovered classes of a run by labels of people, and print each vote.
+
+    Args:
+        storage: The run.
+        classes: Its classes.
+        path: Path or URI of the file of labels.
+
+    Returns:
+        All classes with their new names and targets.
+    """
+    from uno.data.label_files import read_label_file
+    from uno.results.annotations import count_labels
+    from uno.results.classes import name_classes
+    from uno.session.console import print_line
+
+    given = read_label_file(path)
+    named, lines = name_classes(classes, count_labels(storage, given.classes))
+    for line in (*(f"warning: {warning}" for warning in given.warnings), *lines):
+        print_line(line)
+    return named
 
 
 def _place(path: str) -> tuple[Storage, str]:

@@ -34,6 +34,7 @@ ENVIRONMENT = {
     "RAY_SCHEDULER_EVENTS": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
+RAYS_OWN_WARNING = "ignore:`ExecutionOptions.exclude_resources` is deprecated"
 # It is disabled for a private cluster, and not changed for others.
 AUTH_MODE = "RAY_AUTH_MODE"
 
@@ -107,6 +108,9 @@ def connect(
             )
             place = {"RAY_TMPDIR": os.environ.get("RAY_TMPDIR", tempfile.gettempdir())}
             place["TMPDIR"] = until.enter_context(own)
+            # The controller of Ray Train warns of an option that only Ray itself sets.
+            mine = os.environ.get("PYTHONWARNINGS", "")
+            place["PYTHONWARNINGS"] = f"{mine},{RAYS_OWN_WARNING}".lstrip(",")
         late = _start(ray, address, options, place)
         until.callback(ray.shutdown)
         for number in late:

@@ -88,7 +88,8 @@ def field(default: Any, sentence: str = "", **more: Any) -> Any:
 
 
 OWN_ENCODERS = ("resnet_small", "resnet18", "resnet34", "resnet50")
-LIBRARY_ENCODER = rf"(torchvision|timm):[\w.\-]+|{OBJECT_NAME}"
+HUB_ENCODER = r"timm:hf-hub:[\w.\-]+/[\w.\-]+(@[\w.\-]+)?"
+LIBRARY_ENCODER = rf"(torchvision|timm):[\w.\-]+|{HUB_ENCODER}|{OBJECT_NAME}"
 REPORTERS = ("tensorboard", "wandb", "mlflow", "jsonl")
 # The kind of source, the preset and the encoder of data that consists of vectors.
 VECTORS = "vectors"
@@ -168,6 +169,11 @@ class DataConfig(Section):
         "Your names of a table's columns, of path (or image), label, id, split,"
         " eval_label, embedding: path=file,label=kind.",
         commands="predict report",
+    )
+    labels: str | None = field(
+        None,
+        "File with labels that people have given, in place of those of the source: a"
+        " table with id and label, or an export of Label Studio, FiftyOne or CVAT.",
     )
     image_folder: str | None = field(
         None,
@@ -409,9 +415,9 @@ class ModelConfig(Section):
     encoder: str = field(
         "resnet18",
         "resnet_small (He et al. 2016, Sec. 4.2), resnet18, resnet34, resnet50,"
-        " torchvision:NAME, timm:NAME, or package.module:callable, which returns a"
-        " module (B, 3, S, S) -> (B, D); vectors:D for --data vectors:PATH, which needs"
-        " none.",
+        " torchvision:NAME, timm:NAME, timm:hf-hub:ORG/NAME or package.module:callable,"
+        " which returns a module (B, 3, S, S) -> (B, D); vectors:D for --data"
+        " vectors:PATH, which needs none.",
     )
     stem: Literal["cifar", "cifar_stride2", "imagenet"] = field(
         "cifar",
@@ -494,7 +500,8 @@ class ModelConfig(Section):
         ):
             own = ", ".join(OWN_ENCODERS)
             raise ValueError(
-                f"must be {own}, torchvision:NAME, timm:NAME or package.module:callable"
+                f"must be {own}, torchvision:NAME, timm:NAME, timm:hf-hub:ORG/NAME or"
+                " package.module:callable"
             )
         return name
 

@@ -16,7 +16,7 @@ MAX_BMP_PIXELS_PER_BYTE = 256
 MAX_TABLE_BYTES = 2**30
 # bytes of a .cls or .json in a tar file, and of a header's own text
 MAX_MEMBER_BYTES = 2**20
-# bytes of the arrays in a .npz file, which are read into memory
+# bytes of the arrays in a .npz or .pt file, which are read into memory
 MAX_NPZ_BYTES = 8 * 2**30
 # bytes of a CIFAR batch
 MAX_CIFAR_BYTES = 512 * 2**20

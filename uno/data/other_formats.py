@@ -8,7 +8,7 @@ from uno.data.files import valid_text
 
 PHOTOGRAPH = "photographs; save them as JPEG"
 VIDEO = "video; take still images"
-ARRAY = "an array file of NumPy; give --data vectors:{path}"
+ARRAY = "an array file; give --data vectors:{path}"
 HDF5 = "HDF5; save the matrix with np.save and give --data vectors:FILE.npy"
 SPREADSHEET = "a spreadsheet; save it as 'CSV UTF-8'"
 PICKLE = (
@@ -24,16 +24,12 @@ FIXES = {
     **dict.fromkeys((".mov", ".mp4", ".m4v", ".avi", ".mkv", ".webm", ".3gp"), VIDEO),
     ".npy": ARRAY,
     ".npz": ARRAY,
-    **dict.fromkeys(
-        (".pt", ".pth"), "PyTorch; save the tensor with np.save(FILE, tensor.numpy())"
-    ),
+    ".pt": ARRAY,
+    ".pth": ARRAY,
     ".safetensors": (
         "tensors; save the matrix with np.save and give --data vectors:FILE.npy"
     ),
-    ".h5ad": (
-        "cells of anndata; the guide 'Single cells' (docs/guides/cells.md) converts"
-        " them"
-    ),
+    ".h5ad": "cells of anndata; give --data vectors:{path}",
     **dict.fromkeys((".h5", ".hdf5"), HDF5),
     ".mat": "MATLAB; read it with scipy.io.loadmat and save arrays with np.save",
     **dict.fromkeys((".pkl", ".pickle"), PICKLE),
@@ -58,7 +54,7 @@ FIXES = {
 
 ``{path}`` stands for the path of the file.
 """
-USUAL_BESIDE_IMAGES = (".json", ".npy", ".npz", ".gz", ".txt")
+USUAL_BESIDE_IMAGES = (".json", ".npy", ".npz", ".pt", ".pth", ".h5ad", ".gz", ".txt")
 """Endings of files that lie beside images for many reasons."""
 
 

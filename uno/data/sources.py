@@ -35,6 +35,7 @@ from uno.data.columns import (
 from uno.data.embeddings import read_vectors
 from uno.data.files import FileEntry, children, join, valid_text
 from uno.data.images import EXTENSIONS, Files, InMemory, is_image
+from uno.data.label_files import with_label_file
 from uno.data.other_formats import fix_for, meaning_of
 from uno.data.rows import DEFAULT_OPTIONS, SPLITS, ReadOptions, Rows
 from uno.data.tables import read_parquet, read_table
@@ -159,6 +160,8 @@ def read_rows(config: DataConfig, images_only: bool = False) -> Rows:
     else:
         kind, path = locate_source(config)
         rows = SOURCES[kind].read(path, options) if path else read_digits()
+    if config.labels is not None and not images_only:
+        rows = with_label_file(rows, filesystem.normalize_path(config.labels))
     return rows.with_composed_names()
 
 

@@ -462,7 +462,8 @@ LIKELY_IMAGES = re.compile(
 """Names that other programs give to a column of image paths."""
 LIKELY_LABELS = re.compile(
     r"(class|category|cat|target|species|breed|kind|type|tag|y|diagnosis|annotation|choice"
-    r"|(class|category|label)[ _-]?(name|id|s)?|labels?|text|answer|genus|variety)",
+    r"|(class|category|label)[ _-]?(name|id|s)?|cell[ _-]?types?"
+    r"|labels?|text|answer|genus|variety)",
     re.IGNORECASE,
 )
 """Names that other programs give to a column of classes."""

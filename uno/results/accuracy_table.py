@@ -16,6 +16,9 @@ HEADS_LEGEND = (
 STRICT_LEGEND = (
     "strict: a new class found on a known output, or the reverse, is an error"
 )
+BASELINES_LEGEND = (
+    "k-means, spectral: clusters of the encoder's features before discovery"
+)
 
 
 class Row(NamedTuple):
@@ -262,4 +265,6 @@ def format_table(values: Mapping[str, float]) -> str:
                 ]
                 lines.append(line(f"{row.title:<26}{which if both else ''}", cells))
     legend = [HEADS_LEGEND, STRICT_LEGEND] if several else [STRICT_LEGEND]
+    if any(key.startswith("baseline/") for key in values):
+        legend.append(BASELINES_LEGEND)
     return "\n".join(text.rstrip() for text in [*lines, *legend])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, count, islice
@@ -505,3 +506,49 @@ def rename_classes(
             )
         renamed[index] = replace(classes[index], name=new)
     return renamed
+
+
+def name_classes(
+    classes: Sequence[OutputClass], labels: Mapping[int, Mapping[str, int]]
+) -> tuple[list[OutputClass], list[str]]:
+    """Name discovered classes by the labels that people gave to their images.
+
+    A class gets the label of more than half of its labeled images. If that is the name
+    of another class, known or discovered, it is merged into that class; of several
+    discovered classes with one label, the one with the most such images is kept. A
+    class without such a label stays as it is.
+
+    Args:
+        classes: The present classes.
+        labels: Index of a class -> how many images that are predicted as this class
+            have which label.
+
+    Returns:
+        All classes with their new names and targets; and a line for each discovered
+        class with labeled images.
+    """
+    named, lines = list(classes), list[str]()
+    majority = dict[int, tuple[str, int]]()
+    for index, counts in labels.items():
+        if classes[index].kind == "novel" and classes[index].into == index:
+            name, num = Counter(counts).most_common(1)[0]
+            total = sum(counts.values())
+            share = f"{classes[index].name}: {num} of {total} labels are {name!r}"
+            if 2 * num > total:
+                majority[index] = composed(name), num
+                lines.append(share)
+            else:
+                lines.append(f"{share}, not more than half: unchanged")
+    kept = [c for c in classes if c.into == c.index and c.index not in majority]
+    target_of_name = {c.name: c.index for c in kept}
+    for index, (name, _) in sorted(
+        majority.items(), key=lambda item: (-item[1][1], item[0])
+    ):
+        target = target_of_name.setdefault(name, index)
+        # the name of a merged class is of no use, and may not be that of another one
+        new_name = name if target == index else classes[index].name
+        named[index] = replace(classes[index], name=new_name, into=target)
+    for c in classes:  # what was merged into a class follows it
+        if c.into in majority and c.into != c.index:
+            named[c.index] = replace(c, into=named[c.into].into)
+    return named, lines

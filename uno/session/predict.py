@@ -111,7 +111,7 @@ def predict(
         f" {summary.path}"
     )
     if csv:
-        print_line(f"as CSV: {write_csv(output)}")
+        print_line(f"as CSV: {write_csv(output, output)}")
     if folders:
         with interrupt_on_signal(kept), Progress() as progress:
             show = count_items(progress, "copy", INTERVAL_S)
