@@ -1,4 +1,4 @@
-"""The largest inputs that are accepted.
+"""Limits on the size of inputs: files, images, tables and configurations.
 
 A larger input is refused in one line, before memory is spent on it. The page
 docs/reference/limits.md is the table of these limits.

@@ -116,6 +116,9 @@ def read_array_file(path: str, options: ReadOptions) -> ArrayFile:
 def read_numpy(path: str) -> np.ndarray | dict[str, np.ndarray]:
     """Read a .npy or .npz file. A local .npy file stays on the disk and is mapped.
 
+    Args:
+        path: Path or URI of the file.
+
     Returns:
         The only array, of any shape; or the arrays of a .npz file by name.
 
@@ -152,9 +155,12 @@ def read_numpy(path: str) -> np.ndarray | dict[str, np.ndarray]:
 def read_torch(path: str) -> np.ndarray | dict[str, np.ndarray]:
     """Read a file that ``torch.save`` has written, without running code of the file.
 
+    Args:
+        path: Path or URI of the file.
+
     Returns:
-        The only tensor, of any shape; or the tensors and lists of a dictionary by
-        name. A list becomes an array of Python objects.
+        The only tensor, of any shape; or the tensors and lists of a dictionary by name.
+        A list becomes an array of Python objects.
 
     Raises:
         ConfigError: The file cannot be read, is too large, or holds something else.
@@ -255,6 +261,11 @@ def _name_of_embeddings(
 
     It is the array that ``names`` names, or that is called 'embedding'. Otherwise it is
     the only array, or the only matrix among several.
+
+    Args:
+        path: Path of the file, for the error message.
+        arrays: The arrays of the file by name.
+        names: Standard name of a column, such as "embedding" -> its name there.
 
     Raises:
         ConfigError: There is no such array, or there are several.

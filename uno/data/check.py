@@ -15,7 +15,6 @@ from uno.data.decode import (
     brightness,
     decoded,
     map_images,
-    ok_mask,
 )
 from uno.data.embeddings import equal_rows
 from uno.data.files import read_bytes
@@ -84,9 +83,7 @@ def check(
         read_images: Whether images are read at all. A run that resumes with unchanged
             data has checked them before.
     """
-    vectors = task.rows.images.vectors(np.arange(len(task.rows)))
-    ok = None if vectors is None else ok_mask(vectors[1])
-    of_images = list[Problem]()
+    ok, of_images = task.rows.usable, list[Problem]()
     if read_images:
         headers, bad, num_checked = task.rows.headers
         if seconds:
@@ -166,7 +163,12 @@ def check_row_numbers(
 
 
 def _list_some(names: list[str], separator: str = ", ") -> str:
-    """Join the first :data:`NUM_NAMED` names, with "..." at the end for the others."""
+    """Join the first names to a list in a message, with "..." for the others.
+
+    Args:
+        names: The names, of which :data:`NUM_NAMED` are shown.
+        separator: The text between two names.
+    """
     more = ["..."] if len(names) > NUM_NAMED else []
     return separator.join(names[:NUM_NAMED] + more)
 
@@ -239,8 +241,8 @@ def format_report(task: Task, problems: list[Problem], size: int | None = None) 
         )
         sizes = f"{sides[0][1]} to {sides[-1][1]} pixels"
         lines.append(f"sizes        {sizes} ({formats}; sample of {len(headers)})")
-    if (vectors := rows.images.vectors(np.arange(0))) is not None:
-        lines.append(f"used         as vectors of {vectors[0].shape[2]} numbers")
+    if rows.vectors is not None:
+        lines.append(f"used         as vectors of {rows.vectors[0].shape[2]} numbers")
     elif size is not None:
         lines.append(f"used         as {size} x {size} pixels (--data.stored-size)")
     names = [printable(name) for name in task.known + task.novel] + ["(no truth)"]
@@ -387,6 +389,10 @@ def _check_order(task: Task, config: Config) -> Iterator[Problem]:
     The mean share of the most frequent class in batches of this order is compared with
     that in batches of shuffled rows, for labeled and for unlabeled rows. Images that
     are not streamed, or are read one by one, are not checked.
+
+    Args:
+        task: The rows and their classes.
+        config: The configuration of the run.
     """
     images = task.rows.images
     if images.groups(np.arange(0)) is None or config.data.loading != "streaming":
@@ -487,10 +493,11 @@ def _check_sizes(
 def _check_brightness(task: Task) -> Iterator[Problem]:
     """Yield a warning if a sample of images is nearly black.
 
-    This happens when 12-bit values are stored in 16-bit files.
+    This happens when 12-bit values are stored in 16-bit files. A source of vectors is
+    not checked.
     """
     images = task.rows.images
-    if images.vectors(np.arange(0)) is not None:
+    if task.rows.vectors is not None:
         return
     outcomes = map_images(
         images, evenly_spaced(NUM_BRIGHTNESS, len(images)), brightness
@@ -516,7 +523,12 @@ def _check_brightness(task: Task) -> Iterator[Problem]:
 
 
 def _describe_row(task: Task, row: int) -> str:
-    """Return how messages name a row: its id, path and line."""
+    """Return the text by which messages name a row: its id, and path and line if known.
+
+    Args:
+        task: The rows.
+        row: The number of the row.
+    """
     (name,) = row_names(task.rows.ids, task.rows.images, [row])
     return name
 
@@ -566,7 +578,8 @@ def _check_duplicates(task: Task, in_full: bool) -> Iterator[Problem]:
 
     Args:
         task: The rows and their classes.
-        in_full: Whether more images are compared, see :func:`_find_copies`.
+        in_full: Whether up to 2 GiB of images are compared, also from remote storage.
+            Otherwise up to 256 MiB of local images are compared.
     """
     groups, note = _find_copies(task, in_full)
     found: dict[str, list[list[int]]] = defaultdict(list)
@@ -603,8 +616,8 @@ def _find_copies(task: Task, in_full: bool) -> tuple[list[list[int]], str]:
         views are compared.
     """
     images, rows = task.rows.images, np.arange(len(task.rows))
-    if (vectors := images.vectors(rows)) is not None:
-        values, reasons = vectors
+    if task.rows.vectors is not None:
+        values, reasons = task.rows.vectors
         copies = equal_rows(values[:, 0])
         return [group for group in copies if reasons[group[0]] is None], ""
     advice = "" if in_full else "uno data check compares up to 2 GiB"

@@ -202,7 +202,11 @@ def decode_many(
     out, reasons = pixels.numpy(), [None] * len(images)  # type: np.ndarray, list[str | None]
 
     def fill(piece: tuple[np.ndarray, Images]) -> None:
-        """Decode the images of a piece into the arrays of the enclosing function."""
+        """Decode some of the images into the pixels and reasons that are returned.
+
+        Args:
+            piece: Row numbers int64 (n,), and the images of these rows.
+        """
         rows, some = piece
         for row, image in zip(
             rows.tolist(), some.read_images(np.arange(len(rows))), strict=True
@@ -221,10 +225,13 @@ def decode_many(
 
 
 def pieces(images: Images) -> Iterator[tuple[np.ndarray, Images]]:
-    """Divide images into pieces that a thread decodes at once.
+    """Divide images into pieces, each of which a thread decodes at once.
 
     If images are stored together, such as in a row group, the images of each group are
     read once, by threads that are ahead of the consumer.
+
+    Args:
+        images: The images of all rows.
 
     Yields:
         Row numbers int64 (n,) and the images of these rows, with n at most
@@ -258,7 +265,7 @@ def decoded(
     """Decode batches of rows in the background, ahead of the consumer.
 
     Batches that the images have already in memory (:meth:`Images.prepared`) are
-    returned as they are, which may be features instead of pixels.
+    returned as they are, which may be features (b, D) instead of pixels.
 
     Args:
         images: The images of all rows.
@@ -278,7 +285,7 @@ def decoded(
     source = as_images(images)
 
     def decode_batch(rows: np.ndarray) -> DecodedBatch:
-        """Return the rows of a batch with their pixels and reasons."""
+        """Return row numbers, pixels and reasons of one batch, decoded if needed."""
         ready = source.prepared(rows)
         if ready is None:
             ready = decode_many(
@@ -339,7 +346,7 @@ def map_images(
     """
 
     def try_look(image: Image) -> Result | BadImage:
-        """Return what ``look`` returns, or the BadImage that it raises."""
+        """Call ``look`` on an image, and return the BadImage if it raises one."""
         try:
             return look(image)
         except BadImage as error:
@@ -353,14 +360,13 @@ def map_images(
 
 
 def ok_mask(reasons: Sequence[str | None]) -> np.ndarray:
-    """Return which rows have no reason why they cannot be read.
+    """Return which rows can be read, given the reasons of the others.
 
     Args:
-        reasons: For each of N rows the reason, or None, as :func:`decode_many` returns
-            them.
+        reasons: For each of N rows the reason why it cannot be read, or None.
 
     Returns:
-        bool (N,).
+        bool (N,), True for None.
     """
     return np.array([reason is None for reason in reasons], dtype=bool)
 
@@ -397,18 +403,21 @@ def read_header(image: Image) -> tuple[str, int, int]:
 
 
 def _header_of(data: bytes, num_bytes: int) -> tuple[str, int, int]:
-    """Return the format, width and height of an image, see :func:`read_header`.
+    """Return the format, width and height in pixels of an image from its first bytes.
 
     Args:
         data: The first bytes of the image, or all.
-        num_bytes: The size of the image in bytes.
+        num_bytes: The size of the whole image in bytes.
+
+    Raises:
+        BadImage: The header cannot be read, or is beyond the limits.
     """
     picture = _open(data, num_bytes=num_bytes)
     return str(picture.format), *picture.size
 
 
 def _pixels(picture: Pillow.Image) -> np.ndarray:
-    """Return the pixels of an RGB picture.
+    """Return the pixels of an RGB picture as an array, if possible without a copy.
 
     Returns:
         uint8 (H, W, 4) that shares the picture's memory and must not be written to; or
@@ -430,7 +439,8 @@ def _load_rgb(image: Image, side: int) -> Pillow.Image:
 
     Args:
         image: Encoded bytes, a path or URI, or pixels uint8 (H, W, 3).
-        side: The side in pixels that is needed, see :func:`_open`.
+        side: The side in pixels of the square that is needed of the image. A JPEG may
+            be decoded at a smaller scale that suffices for it.
 
     Raises:
         BadImage: The image cannot be used.
@@ -593,7 +603,12 @@ def _open(
 
 
 def _read(image: bytes | str) -> bytes:
-    """Return the bytes of an encoded image or of a file, at most MAX_IMAGE_BYTES + 1.
+    """Return the bytes of an encoded image, or read those of an image file.
+
+    A file that is too large gives its first MAX_IMAGE_BYTES + 1 bytes.
+
+    Args:
+        image: Encoded bytes, or the path or URI of a file.
 
     Raises:
         BadImage: There is no image, or the file cannot be read.
@@ -652,7 +667,7 @@ def _reader_errors(path: str) -> Iterator[None]:
 
 
 def _bad_image(error: Exception) -> BadImage:
-    """Return the BadImage for an error of reading or decoding an image."""
+    """Convert an error of reading or decoding an image to a BadImage."""
     if isinstance(error, OSError):
         return BadImage(one_line(error.strerror or error)[:200])
     return BadImage(f"{type(error).__name__}: {one_line(error)[:200]}")

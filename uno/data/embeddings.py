@@ -78,11 +78,13 @@ class Vectors(Images):
         """Make vectors of numbers that a caller passes.
 
         Args:
-            given: Numbers as :func:`~uno.data.from_python.float_vectors` takes them.
+            given: Numbers (N, D), or (N, V, D) with V views of each row: an array, a
+                tensor, nested lists or a column, see
+                :func:`~uno.data.from_python.float_vectors`.
             what: The name of the argument, for messages.
 
         Raises:
-            ConfigError: These are no such numbers.
+            ConfigError: ``given`` has another type or shape.
         """
         values = float_vectors(given, what).clone()
         reasons: list[str | None] = [None] * len(values)
@@ -104,7 +106,11 @@ class Vectors(Images):
         return list(self.values[torch.from_numpy(rows), 0].numpy())
 
     def content_keys(self, rows: np.ndarray) -> Iterator[bytes]:
-        """Yield the bytes of all views of each row, for the fingerprint."""
+        """Yield the bytes of all views of each row, for the fingerprint of the data.
+
+        Args:
+            rows: Row numbers, int64 (n,).
+        """
         return (self.values[row].numpy().tobytes() for row in rows.tolist())
 
     def paths(self, rows: np.ndarray) -> list[str | None]:
@@ -112,11 +118,14 @@ class Vectors(Images):
         return [None] * len(rows) if self.shown is None else self.shown.paths(rows)
 
     def vectors(self, rows: np.ndarray) -> tuple[Tensor, list[str | None]]:
-        """Return the vectors of ``rows``, int64 (n,).
+        """Return the vectors of some rows, with all views.
+
+        Args:
+            rows: Row numbers, int64 (n,).
 
         Returns:
             float32 (n, V, D), which are ``values`` themselves if all rows are asked for
-            in order; and the reasons of rows without a usable vector.
+            in order; and for each row the reason why it has no usable vector, or None.
         """
         reasons = [self.reasons[row] for row in rows.tolist()]
         if np.array_equal(rows, np.arange(len(self))):
@@ -355,7 +364,9 @@ class GivenVectors(NamedTuple):
         return found.hexdigest()
 
     def store(self, path: str) -> None:
-        """Write a file for :func:`read_vectors`, by an atomic write.
+        """Write the vectors and columns to a Parquet file, by an atomic write.
+
+        :func:`read_vectors` reads the file.
 
         Args:
             path: Path or URI of the file.
@@ -368,8 +379,11 @@ def given_vectors(embeddings: Any, labels: Any = None, ids: Any = None) -> Given
     """Check embeddings, labels and ids that a caller passes.
 
     Args:
-        embeddings: Numbers as :func:`~uno.data.from_python.float_vectors` takes them.
-        labels: The class of each row (N,), or a missing value, or None.
+        embeddings: Numbers (N, D), or (N, V, D) with V views of each row: an array, a
+            tensor, nested lists or a column, see
+            :func:`~uno.data.from_python.float_vectors`.
+        labels: The class of each row (N,), or a missing value; None for no labels at
+            all.
         ids: The id of each row (N,); by default rows are numbered.
 
     Returns:

@@ -70,7 +70,17 @@ def read_h5ad(path: str, options: ReadOptions) -> ArrayFile:
 
 
 def _read_cells(path: str, file: Any, options: ReadOptions) -> ArrayFile:
-    """Read the cells of an opened .h5ad file, as :func:`read_h5ad` describes."""
+    """Read the embeddings, ids and columns of an opened .h5ad file.
+
+    Args:
+        path: Path of the file, for error messages.
+        file: The file, opened by h5py.
+        options: How the source is read.
+
+    Raises:
+        ConfigError: The file has an old layout, an array or column is not there or is
+            not clear, or two cells have one name.
+    """
     obs = _open_member(file, "obs")
     if "column-order" not in obs.attrs:
         raise ConfigError(
@@ -106,7 +116,14 @@ def _read_cells(path: str, file: Any, options: ReadOptions) -> ArrayFile:
 
 
 def _choose_array(path: str, arrays: Sequence[str]) -> str:
-    """Return the name of the array of ``obsm`` that holds the embeddings by default.
+    """Choose the array of ``obsm`` that holds the embeddings, if the user names none.
+
+    Args:
+        path: Path of the file, for error messages.
+        arrays: Names of the arrays of ``obsm``.
+
+    Returns:
+        ``X_pca``, else the only name.
 
     Raises:
         ConfigError: There is none, or there are several and ``X_pca`` is not among
@@ -128,7 +145,11 @@ def _choose_array(path: str, arrays: Sequence[str]) -> str:
 
 
 def _open_member(group: Any, name: str) -> Any:
-    """Return a dataset or group of a group.
+    """Return a dataset or group of an HDF5 group, if its data is in this file.
+
+    Args:
+        group: The group, or the file.
+        name: The name of the member.
 
     Raises:
         KeyError: There is no such member.
@@ -149,7 +170,7 @@ def _open_member(group: Any, name: str) -> Any:
 
 
 def _is_array(node: Any) -> bool:
-    """Return whether a dataset or group is a matrix, dense or sparse."""
+    """Return whether a dataset or group of HDF5 is a matrix, dense or sparse."""
     return (
         len(getattr(node, "shape", ())) == 2
         or node.attrs.get("encoding-type") in SPARSE
@@ -157,7 +178,11 @@ def _is_array(node: Any) -> bool:
 
 
 def _read_matrix(path: str, node: Any) -> np.ndarray:
-    """Read a dense or sparse matrix as dense float32 (N, D).
+    """Read a dense or sparse matrix of HDF5 as a dense array float32 (N, D).
+
+    Args:
+        path: Path of the file, for the error message.
+        node: The dataset, or the group of a sparse matrix.
 
     Raises:
         ConfigError: It does not hold numbers.
@@ -229,7 +254,13 @@ def format_h5ad(
 
 
 def _write_column(frame: Any, name: str, column: Any) -> None:
-    """Write a column of a table: text as categories, and numbers as they are."""
+    """Write a column of a table to HDF5: text as categories, and numbers as they are.
+
+    Args:
+        frame: The group of the table.
+        name: The name of the column.
+        column: An Arrow array (N,) of text or floats.
+    """
     if not pa.types.is_string(column.type):
         _write_array(frame, name, column.to_numpy(zero_copy_only=False))
         return
@@ -241,7 +272,13 @@ def _write_column(frame: Any, name: str, column: Any) -> None:
 
 
 def _write_array(group: Any, name: str, values: list[str] | np.ndarray) -> None:
-    """Write an array of numbers, or a list of texts."""
+    """Write an array of numbers, or a list of texts, to HDF5 as anndata does.
+
+    Args:
+        group: The group to write to.
+        name: The name of the dataset.
+        values: The numbers or texts.
+    """
     import h5py
 
     is_text = isinstance(values, list)
@@ -252,7 +289,14 @@ def _write_array(group: Any, name: str, values: list[str] | np.ndarray) -> None:
 
 
 def _create_group(parent: Any, name: str, kind: str, version: str) -> Any:
-    """Create a group that says how it is encoded."""
+    """Create a group of HDF5 with anndata's attributes of its encoding.
+
+    Args:
+        parent: The group or file to write to.
+        name: The name of the group.
+        kind: The encoding, such as "dataframe".
+        version: The version of the encoding, such as "0.2.0".
+    """
     group = parent.create_group(name)
     group.attrs.update({"encoding-type": kind, "encoding-version": version})
     return group

@@ -44,7 +44,7 @@ LOCAL_FILE = "/data/local-files/?d="
 
 
 class GivenLabels(NamedTuple):
-    """Labels that people have given.
+    """Labels that people have given to images, as read from a file.
 
     Attributes:
         classes: The id or path of an image -> its class.
@@ -102,13 +102,18 @@ def read_label_file(path: str) -> GivenLabels:
 
 
 def with_label_file(rows: Rows, path: str) -> Rows:
-    """Return rows with the labels of a file in the place of their own.
+    """Replace labels of a data set by the labels that a file gives to its images.
 
     Rows that the file does not name keep their labels.
 
     Args:
         rows: The rows of a source.
-        path: Path or URI of the file, as :func:`read_label_file` takes it.
+        path: Path or URI of the file, a table or a file of an annotation tool, see
+            :func:`read_label_file`.
+
+    Returns:
+        The rows with the labels of the file, and with warnings about labels of images
+        that are not among them.
 
     Raises:
         ConfigError: The file cannot be used, or names no image of the source.
@@ -146,19 +151,19 @@ def match_images(
     ids: pa.LargeStringArray,
     paths: Callable[[], Sequence[str | None]],
 ) -> dict[str, int]:
-    """Find the rows of images that a file names.
+    """Find the rows of the images that a file names.
 
     An image is named by the id of its row. Otherwise it is named by a path that ends as
     the id or the path of only one row, which no other image names.
 
     Args:
-        images: The names in the file.
+        images: The names of images in the file.
         ids: The ids of all rows.
         paths: Returns the paths of all rows, None for a row without a path. It is
             called only if an image is not named by its id.
 
     Returns:
-        The row number of each image that was found.
+        The row number of each image that was found, by its name in the file.
     """
     images = list(images)
     found = find_rows(ids, images)
@@ -184,7 +189,13 @@ def match_images(
 
 
 def _answers_of_table(path: str) -> Answers:
-    """Yield the labels of a table, one image a row.
+    """Yield images and their labels from a table with one image a row.
+
+    Args:
+        path: Path or URI of the table.
+
+    Yields:
+        Pairs of the id or path of an image, and its label.
 
     Raises:
         ConfigError: The table has no column of images or no column of labels.
@@ -201,7 +212,15 @@ def _answers_of_table(path: str) -> Answers:
 
 
 def _answers_of_tool(path: str, suffix: str) -> Answers:
-    """Return the labels of a .json or .xml file of an annotation tool.
+    """Read images and their labels from a .json or .xml file of an annotation tool.
+
+    Args:
+        path: Path or URI of the file.
+        suffix: "json" for Label Studio and FiftyOne, "xml" for CVAT.
+
+    Returns:
+        An iterator of pairs: the id or path of an image, and a label that a person
+        gave.
 
     Raises:
         ConfigError: The file is damaged or of another tool.
@@ -227,10 +246,16 @@ def _answers_of_tool(path: str, suffix: str) -> Answers:
 
 
 def _answers_of_label_studio(tasks: Sequence[Mapping[str, Any]]) -> Answers:
-    """Yield the submitted choices of Label Studio's JSON or JSON-MIN.
+    """Yield images and their labels from Label Studio's JSON or JSON-MIN.
 
-    Skipped tasks and predictions are no answers. JSON-MIN has data and choices side by
+    Skipped tasks and predictions are left out. JSON-MIN has data and choices side by
     side, so its choices must have one of the names :data:`LABEL_KEYS`.
+
+    Args:
+        tasks: The content of the file, one object for each image.
+
+    Yields:
+        Pairs of the id or path of an image, and a label that a person chose.
 
     Raises:
         ValueError: It is not clear which of several choices are the classes.
@@ -258,9 +283,11 @@ def _answers_of_choices(image: str, choices: Mapping[str, Any]) -> Answers:
         image: The id or path of the image.
         choices: Name of a group of choices -> what was chosen: a text, or a list.
 
+    Yields:
+        Pairs of ``image`` and a class.
+
     Raises:
-        ValueError: There are several groups, and none has a name of
-            :data:`LABEL_KEYS`.
+        ValueError: There are several groups, and none has a name of :data:`LABEL_KEYS`.
     """
     if not choices:
         return
@@ -278,8 +305,11 @@ def _answers_of_choices(image: str, choices: Mapping[str, Any]) -> Answers:
 def _image_of_task(data: Mapping[str, Any]) -> str:
     """Return the id or path of the image of a task in Label Studio.
 
+    Args:
+        data: The data of the task by name.
+
     Raises:
-        ValueError: The data of the task names no image.
+        ValueError: The data names no image.
     """
     if "image_id" in data:
         return str(data["image_id"])
@@ -302,10 +332,16 @@ def _name_of_address(address: str) -> str:
 
 
 def _answers_of_fiftyone(samples: Sequence[Mapping[str, Any]]) -> Answers:
-    """Yield the labels of FiftyOne that a person has given.
+    """Yield images and the labels that a person has given to them in FiftyOne.
 
     These are labels that differ from the prediction that we exported, labels without
     such a prediction, and those with the tag :data:`CONFIRMED`.
+
+    Args:
+        samples: The samples in ``samples.json``, one object for each image.
+
+    Yields:
+        Pairs of the id or path of an image, and its label.
 
     Raises:
         ValueError: Samples have several fields with a class, and none is
@@ -333,9 +369,15 @@ def _answers_of_fiftyone(samples: Sequence[Mapping[str, Any]]) -> Answers:
 
 
 def _answers_of_cvat(root: ElementTree.Element) -> Answers:
-    """Yield the tags of images in CVAT that a person has added or changed.
+    """Yield images and the tags that a person has added or changed in CVAT.
 
     CVAT marks imported predictions with the source ``auto``, until they are changed.
+
+    Args:
+        root: The root of the XML file.
+
+    Yields:
+        Pairs of the name of an image, and a tag.
     """
     for image in root.iter("image"):
         for tag in image.iter("tag"):

@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute
+from torch import Tensor
 
 from uno.config import DataConfig
 from uno.data.columns import fill_labels, rename_classes
-from uno.data.decode import BadImage, map_images, read_header
+from uno.data.decode import BadImage, map_images, ok_mask, read_header
 from uno.data.files import normalize_path
 from uno.data.images import Images, as_images, evenly_spaced
 from uno.errors import ConfigError, one_line
@@ -44,8 +45,8 @@ class ReadOptions:
     """How a data source is read. A source ignores the options that it has no use for.
 
     Attributes:
-        columns: What the source calls a column, by our name of it, such as "label". A
-            column that is not listed has our name.
+        columns: Standard name of a column, such as "label" -> its name in the source. A
+            column that is not listed has its standard name.
         image_folder: Folder or URI that image paths are relative to; None for the
             folder of the table.
         image_suffix: Ending that is added to image paths that lack it, such as '.jpg';
@@ -73,7 +74,8 @@ class ReadOptions:
 
         Args:
             config: The section ``data`` of the configuration.
-            images_only: As the attribute.
+            images_only: Whether the rows are only to be predicted, so that labels and
+                splits are not read.
         """
         folder = config.image_folder
         return cls(
@@ -204,9 +206,15 @@ class Rows:
         given = {name: column for name, column in columns.items() if column is not None}
         classes = {name: c.dictionary.to_pylist() for name, c in given.items()}
         names = dict.fromkeys(chain(*classes.values(), self.class_names, self.known))
-        notes = (*_alike(names, composed, "normalization only: they are one class"),)
+        notes = (
+            *_list_alike_names(
+                names, composed, "normalization only: they are one class"
+            ),
+        )
         notes += (
-            *_alike(map(composed, names), folded, "case only: they stay two classes"),
+            *_list_alike_names(
+                map(composed, names), folded, "case only: they stay two classes"
+            ),
         )
         if not notes and all(name == composed(name) for name in names):
             return self
@@ -243,9 +251,30 @@ class Rows:
 
     @property
     def times_hash(self) -> str:
-        """A SHA-256 of the times of all images, which changes if one is written to."""
+        """A hash of the modification times of all images, 64 hex digits.
+
+        It changes if an image file is written to.
+        """
         times = self.images.times(np.arange(len(self)))
         return hashlib.sha256(times.tobytes()).hexdigest()
+
+    @cached_property
+    def vectors(self) -> tuple[Tensor, list[str | None]] | None:
+        """The vectors float32 (N, V, D) of a source that has no images to encode.
+
+        Each row has V views, the evaluation view first. The second value has for each
+        row the reason why it has no usable vector, or None. A single None for a source
+        of images.
+        """
+        return self.images.vectors(np.arange(len(self)))
+
+    @property
+    def usable(self) -> np.ndarray | None:
+        """Which rows have a usable vector, bool (N,).
+
+        None for a source of images, of which nothing is known before they are decoded.
+        """
+        return None if self.vectors is None else ok_mask(self.vectors[1])
 
     @cached_property
     def headers(self) -> Headers:
@@ -254,19 +283,17 @@ class Rows:
         A source of vectors has no headers. Its sample has all rows, and those without a
         usable vector are the unreadable ones.
         """
-        vectors = self.images.vectors(np.arange(len(self)))
-        if vectors is not None:
-            reasons = {
-                row: why for row, why in enumerate(vectors[1]) if why is not None
-            }
+        if self.vectors is not None:
+            found = enumerate(self.vectors[1])
+            reasons = {row: reason for row, reason in found if reason is not None}
             return Headers([], reasons, len(self))
         sample = evenly_spaced(NUM_HEADERS, len(self))
         headers = Headers([], {}, len(sample))
-        for row, found in map_images(self.images, sample, read_header):
-            if isinstance(found, BadImage):
-                headers.reasons[row] = str(found)
+        for row, header in map_images(self.images, sample, read_header):
+            if isinstance(header, BadImage):
+                headers.reasons[row] = str(header)
             else:
-                headers.readable.append(found)
+                headers.readable.append(header)
         return headers
 
     @cached_property
@@ -293,17 +320,24 @@ class Rows:
 
 
 def _update_hash(digest: Any, texts: pa.LargeStringArray) -> None:
-    """Update a hash object by the length and content of each text."""
+    """Add texts to a hash, each with its length.
+
+    Args:
+        digest: A hash object of :mod:`hashlib`. It is updated.
+        texts: An Arrow array of texts and nulls.
+    """
     digest.update(pa.compute.binary_length(texts).fill_null(-1).to_numpy())
     digest.update("".join(texts.fill_null("").to_pylist()).encode())
 
 
-def _alike(names: Iterable[str], key: Callable[[str], str], what: str) -> Iterator[str]:
+def _list_alike_names(
+    names: Iterable[str], key: Callable[[str], str], what: str
+) -> Iterator[str]:
     """Yield a line for each group of different class names that have the same key.
 
     Args:
         names: Names of classes.
-        key: Returns the key of a name.
+        key: Returns the key of a name, such as the name in lower case.
         what: What the names of a group differ in, the end of the line.
     """
     found = defaultdict[str, dict[str, None]](dict)

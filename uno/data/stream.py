@@ -67,13 +67,13 @@ the task: three arrays int64 (n,).
 
 @dataclass(frozen=True, eq=False)
 class StreamedImages:
-    """The images of all N rows of a task, which are decoded when they are needed.
+    """The images of all N rows of a run, which are decoded when they are needed.
 
     Attributes:
         images: The encoded images.
         side: S, the side of decoded images in pixels.
-        decode: Decodes batches of row numbers, and yields the rows, images uint8 (b, 3,
-            S, S) and the reasons of unreadable ones.
+        decode: Takes batches of row numbers, and yields for each the row numbers,
+            images uint8 (b, 3, S, S), and the reasons of unreadable rows.
         bad: Collects the rows that prove unreadable.
     """
 
@@ -103,14 +103,15 @@ class StreamedImages:
         """Divide a sample of rows into batches, and return how they are decoded.
 
         Args:
-            kinds: Row numbers of each kind of rows, int64. The sample has the rows of
-                all kinds in this order.
+            kinds: Row numbers of each kind of rows, such as labeled and unlabeled ones,
+                int64. The sample has the rows of all kinds, one kind after the other.
             batch_size: The largest number of rows of a batch.
 
         Returns:
             For each batch the positions of its rows in the sample; and the function
-            that reads batches. A batch has rows of several kinds if images are stored
-            in groups, so that each group is read once.
+            that reads batches, see :data:`~uno.data.memory.Read`. A batch has rows of
+            several kinds if images are stored in groups, so that each group is read
+            once.
         """
         numbers = np.concatenate(kinds)
         positions = np.arange(len(numbers))
@@ -127,6 +128,11 @@ class StreamedImages:
         def read(
             batches: Sequence[np.ndarray],
         ) -> Iterator[tuple[Tensor, np.ndarray]]:
+            """Yield the pixels of each batch, and which of its rows are readable.
+
+            Args:
+                batches: Positions of the rows of each batch in the sample, int64 (b,).
+            """
             for _, pixels, reasons in self.decode(numbers[batch] for batch in batches):
                 yield pixels, ok_mask(reasons)
 
@@ -165,20 +171,23 @@ class StreamSet:
         return len(self.unlabeled)
 
     def to(self, device: torch.device | str) -> StreamSet:
-        """Return the same set, of which the batches will be on ``device``.
+        """Return the same set with another device for its batches.
 
         The images themselves stay where they are.
+
+        Args:
+            device: The device to which batches are copied.
         """
         return replace(self, device=torch.device(device))
 
     def batches(
         self, config: Config, plan: Plan, rank: int, world_size: int, last: int
     ) -> StreamBatches:
-        """Return the batches of a phase for one worker.
+        """Return a function that gives one worker the batch of each step of a phase.
 
         Args:
             config: The configuration of the run.
-            plan: The sizes of the phase.
+            plan: The numbers that fix the rows of every batch of the phase.
             rank: Number of the worker.
             world_size: The number of workers.
             last: The step at which the phase ends. Nothing is cropped for this step or
@@ -187,14 +196,18 @@ class StreamSet:
         return StreamBatches(config, self, plan, rank, world_size, last)
 
     def choose_rows(self, num: int) -> list[np.ndarray]:
-        """Choose a sample of rows of each kind that takes little reading.
+        """Choose a sample of labeled and of unlabeled rows that takes little reading.
+
+        Images that are stored together are chosen together, see
+        :func:`~uno.data.images.spread`.
 
         Args:
             num: The largest number of rows of each kind, if it is less than
-                :data:`MAX_SAMPLE_ROWS`. See :func:`~uno.data.images.spread`.
+                :data:`MAX_SAMPLE_ROWS`.
 
         Returns:
-            Positions among the labeled rows and among the unlabeled rows, int64 each.
+            Two arrays int64: positions among the labeled rows, and positions among the
+            unlabeled rows.
         """
         kinds, labels = [self.labeled, self.unlabeled], self.labels.numpy()
         return spread(self.source.images, kinds, min(num, MAX_SAMPLE_ROWS), labels)
@@ -210,7 +223,9 @@ class StreamSet:
             batch_size: The largest number of rows of a batch.
 
         Returns:
-            As :meth:`StreamedImages.plan_reading`.
+            For each batch the positions of its rows in the sample, in which the labeled
+            rows come first; and the function that reads batches, see
+            :data:`~uno.data.memory.Read`.
         """
         kinds = [self.labeled[chosen[0]], self.unlabeled[chosen[1]]]
         return self.source.plan_reading(kinds, batch_size)
@@ -227,11 +242,11 @@ class StreamSet:
 
 
 def streaming_set(config: Config, task: Task, storage: Storage) -> StreamSet:
-    """Return the training rows of a task, read by threads of this process.
+    """Make the training set of a run whose images are decoded in threads when needed.
 
     Args:
         config: The configuration of the run.
-        task: The task.
+        task: All rows of the run.
         storage: The run directory, where unreadable images are listed.
     """
     rows = task.rows
@@ -241,12 +256,13 @@ def streaming_set(config: Config, task: Task, storage: Storage) -> StreamSet:
 
 
 def stream_here(config: Config, source: StreamedImages, **rows: Any) -> StreamSet:
-    """Return a set of training rows, cropped by threads of this process.
+    """Make a training set whose rows are cropped by threads of this process.
 
     Args:
         config: The configuration of the run.
-        source: The images of all rows of the task.
-        **rows: The fields that :func:`~uno.data.splits.train_rows` returns.
+        source: The images of all rows of the run.
+        **rows: The fields that :func:`~uno.data.splits.train_rows` returns: the numbers
+            of labeled and unlabeled rows, labels, and the numbers of classes.
     """
     threads = config.compute.threads or available_cpus()
     return StreamSet(source, **rows, crop=partial(crop_local, threads=threads))
@@ -256,14 +272,14 @@ class StreamBatches:
     """The batches of a phase from images that are not in memory, for one worker.
 
     Calling an object with a step returns the batch of this step, as
-    :class:`~uno.data.memory.MemoryBatches`. The first call starts to crop the rows
-    of this and the following steps ahead. A call with another step than the next one
+    :class:`~uno.data.memory.MemoryBatches`. The first call starts to crop the rows of
+    this and the following steps ahead. A call with another step than the next one
     starts anew from there.
 
     Args:
         config: The configuration of the run.
         train: The training set.
-        plan: The sizes of the phase.
+        plan: The numbers that fix the rows of every batch of the phase.
         rank: Number of the worker.
         world_size: The number of workers.
         last: The step at which the phase ends.
@@ -292,11 +308,14 @@ class StreamBatches:
         """Seconds that calls have waited for views, so far."""
 
     def __call__(self, step: int) -> Batch:
-        """Return this worker's part of the batch of a global step, from 0.
+        """Return this worker's part of the batch of a step.
 
-        Rows that prove unreadable are added to ``bad`` of the set, and replaced. Every
-        :data:`SYNC_STEPS` steps and at the start of an epoch, the workers exchange
-        them.
+        Rows that prove unreadable are recorded, and replaced by other rows of the
+        batch. Every :data:`SYNC_STEPS` steps and at the start of an epoch, the workers
+        exchange these rows.
+
+        Args:
+            step: Global step, from 0.
 
         Raises:
             ConfigError: All labeled or all unlabeled images of the batch are
@@ -351,7 +370,11 @@ class StreamBatches:
         self._next = -1
 
     def _start(self, step: int) -> None:
-        """Start to crop the rows of ``step`` and the following steps ahead."""
+        """Start to crop the rows of this worker ahead, from a step on.
+
+        Args:
+            step: The first step whose rows are cropped.
+        """
         self.close()
         self._job = job = self._job_from(first=step)
         chunks = self._running.enter_context(closing(self._train.crop(job)))
@@ -368,10 +391,10 @@ class StreamBatches:
 def pack(
     chunks: Iterator[Chunk], num_rows: int, row_bytes: int, pin: bool
 ) -> Generator[tuple[Tensor, dict[int, str]], None, None]:
-    """Pack chunks of views into batches.
+    """Join cropped views of rows to batches of equal size.
 
     Args:
-        chunks: The views of all rows in order.
+        chunks: The views of all rows in order, some rows at a time.
         num_rows: The number of rows in a batch.
         row_bytes: Bytes of all views of a row.
         pin: Whether batches are in page-locked memory, from which they are copied to a
@@ -433,14 +456,14 @@ class CropJob:
     Args:
         config: The configuration of the run.
         train: The training set.
-        plan: The sizes of the phase.
+        plan: The numbers that fix the rows of every batch of the phase.
         rank: Number of the worker.
         world_size: W, the number of workers.
         first: The first step.
         last: The step after the last one.
 
     Attributes:
-        images: The images of all rows of the task.
+        images: The images of all rows of the run.
         first: The first step.
         last: The step after the last one.
         cropper: Crops the rows.
@@ -482,13 +505,13 @@ class CropJob:
         self.rows_per_step = len(self.order.positions)
 
     def rows(self, step: int) -> np.ndarray:
-        """Return the rows of the task that make a step, labeled ones first.
+        """Return the row numbers of this worker's part of a batch, labeled ones first.
 
         Args:
             step: Global step, from 0.
 
         Returns:
-            Row numbers, int64 (B / W,).
+            Numbers among all rows of the run, int64 (B / W,) for W workers.
         """
         labeled, unlabeled = self.order.rows(step)
         return np.concatenate(
@@ -496,15 +519,16 @@ class CropJob:
         )
 
     def epochs(self, num_rows: int) -> Iterator[Iterator[References]]:
-        """Yield the references of all rows, for each epoch.
+        """Yield the rows of this worker in the order in which it needs them, by epoch.
 
         Args:
             num_rows: The number of rows at a time. They can be of several steps, and
                 the last ones of an epoch can be fewer.
 
         Yields:
-            An iterator over the references of one epoch, or of the part of it that is
-            in the range of steps.
+            For each epoch, or the part of it that is in the range of steps, an iterator
+            over some rows at a time: their global steps, their positions in the global
+            batch, and their row numbers, see :data:`References`.
         """
         first = self.first
         while first < self.last:
@@ -515,7 +539,7 @@ class CropJob:
             first = last
 
     def _references(self, num_rows: int, first: int, last: int) -> Iterator[References]:
-        """Yield the rows of a range of steps, some at a time.
+        """Yield this worker's rows of a range of steps, some at a time.
 
         Args:
             num_rows: The number of rows at a time. The last ones can be fewer.
@@ -523,8 +547,8 @@ class CropJob:
             last: The step after the last one.
 
         Yields:
-            Global steps, positions in the global batch, and row numbers of the task:
-            three arrays int64 (n,).
+            Global steps, positions in the global batch, and row numbers among all rows
+            of the run: three arrays int64 (n,).
         """
         per_step, end = self.rows_per_step, (last - first) * self.rows_per_step
         for start in range(0, end, num_rows):
@@ -561,11 +585,12 @@ def crop_local(job: CropJob, threads: int) -> Generator[Chunk, None, None]:
     """Crop the rows of a job in threads of this process, ahead of the consumer.
 
     Args:
-        job: The rows.
+        job: The rows, and how they are cropped.
         threads: The number of threads.
 
     Yields:
-        The views of all rows in order, in chunks.
+        Some rows at a time, in order: their views uint8 (n, row_bytes), and for each
+        row the reason why it is unreadable, or None.
     """
 
     def crop(item: tuple[np.ndarray, np.ndarray, Images]) -> Chunk:
@@ -588,10 +613,13 @@ def crop_local(job: CropJob, threads: int) -> Generator[Chunk, None, None]:
 
 
 def _with_images(job: CropJob) -> Iterator[tuple[np.ndarray, np.ndarray, Images]]:
-    """Yield the rows of a job in chunks, with their images.
+    """Yield the rows of a job with their images, some rows at a time.
 
     Images that are stored in groups are read here, in the thread that consumes this, so
     that each group is read once. Other images are read when they are cropped.
+
+    Args:
+        job: The rows that one worker needs in a range of steps.
 
     Yields:
         For n rows the global steps int64 (n,), the positions in the global batches
@@ -620,9 +648,9 @@ class StreamedEvalSet:
 
     Attributes:
         truth: Index of the true class among known + novel classes, int64 (N,).
-        index: Row number in the task, int64 (N,).
+        index: Row number among all rows of the run, int64 (N,).
         unlabeled: Whether training does not see the row's label, bool (N,).
-        source: The images of all rows of the task.
+        source: The images of all rows of the run.
     """
 
     truth: Tensor
@@ -674,13 +702,16 @@ class StreamedEvalSet:
                 )
 
     def choose_rows(self, num: int) -> list[np.ndarray]:
-        """Choose a sample of rows that takes little reading.
+        """Choose a sample of the rows that takes little reading.
+
+        Images that are stored together are chosen together, see
+        :func:`~uno.data.images.spread`.
 
         Args:
             num: The largest number of rows, if it is less than :data:`MAX_SAMPLE_ROWS`.
 
         Returns:
-            One array of the positions of the chosen rows, int64.
+            A list of one array: the positions of the chosen rows, int64.
         """
         rows, num = [self.index.numpy()], min(num, MAX_SAMPLE_ROWS)
         return spread(self.source.images, rows, num)
@@ -688,11 +719,15 @@ class StreamedEvalSet:
     def plan_reading(
         self, chosen: Sequence[np.ndarray], batch_size: int
     ) -> tuple[list[np.ndarray], Read]:
-        """Divide a sample into batches, see :meth:`StreamedImages.plan_reading`.
+        """Divide a sample of rows into batches, and return how they are decoded.
 
         Args:
             chosen: Positions of rows, as :meth:`choose_rows` returns them.
             batch_size: The largest number of rows of a batch.
+
+        Returns:
+            For each batch the positions of its rows in the sample; and the function
+            that reads batches, see :data:`~uno.data.memory.Read`.
         """
         index = self.index.numpy()
         return self.source.plan_reading([index[rows] for rows in chosen], batch_size)
@@ -702,7 +737,7 @@ def decoded_rows(batch_size: int, side: int) -> int:
     """Return the number of images to decode at once for evaluation.
 
     Args:
-        batch_size: The largest number.
+        batch_size: The largest number of images.
         side: The side of the decoded images in pixels.
 
     Returns:
@@ -714,14 +749,14 @@ def decoded_rows(batch_size: int, side: int) -> int:
 def streaming_eval_sets(
     task: Task, source: StreamedImages
 ) -> dict[str, StreamedEvalSet]:
-    """Return the rows of a task with a true class, decoded when they are evaluated.
+    """Make the evaluation sets of a run whose images are decoded when needed.
 
     Args:
-        task: The task.
-        source: The images of all rows of the task.
+        task: All rows of the run.
+        source: The images of these rows.
 
     Returns:
-        The sets of "train" and "test". A set can be empty.
+        The rows of "train" and "test" that have a true class. A set can be empty.
     """
     return {
         split: StreamedEvalSet(truth, index, unlabeled, source)

@@ -1,4 +1,4 @@
-"""Predictions for people: a CSV file, and copies of the images by class."""
+"""Write predictions for people: as a CSV file, and as copies of the images by class."""
 
 import codecs
 import re
