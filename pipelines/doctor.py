@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 
 from pipelines import ray_env
-from uno.cpus import available_cpus
 from uno.data.files import Storage
 from uno.errors import RAY, ConfigError, StorageError, one_line
+from uno.threads import available_cpus
 
 ANSWER_S = 60.0  # for the answer of a node, which starts a process and imports torch
 MOST_CLOCK_S = 2.0  # largest accepted difference of two clocks

@@ -35,8 +35,7 @@ from uno.data import stream
 from uno.data.decode import DecodedBatch, Interpolation, decode_many, ok_mask
 from uno.data.files import Storage
 from uno.data.images import Images, from_columns, to_columns
-from uno.data.memory import EvalSet, train_set
-from uno.data.row_blocks import RowBlocks
+from uno.data.memory import EvalSet, RowBlocks, train_set
 from uno.data.splits import Task, train_rows, truth_rows
 from uno.data.stream import CHUNK_BYTES, Chunk, CropJob, EvalData, References, TrainData
 from uno.data.unreadable import BadRows

@@ -37,7 +37,6 @@ from uno.config import (
     override,
     to_dict,
 )
-from uno.cpus import available_cpus
 from uno.data.check import check
 from uno.data.features import cache_directory
 from uno.data.files import Storage, full_path, normalize_path
@@ -67,6 +66,7 @@ from uno.session.console import print_line
 from uno.session.derive import resolve
 from uno.session.prepare import with_full_path
 from uno.text import plural
+from uno.threads import available_cpus
 
 
 class Request(NamedTuple):

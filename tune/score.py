@@ -30,8 +30,7 @@ from tune import AGREEMENT, FOLDS, LOSS, ORACLE
 from uno.config import Config
 from uno.data.files import Storage
 from uno.data.images import Images
-from uno.data.memory import EvalSet, train_set
-from uno.data.row_blocks import RowBlocks
+from uno.data.memory import EvalSet, RowBlocks, train_set
 from uno.data.sampling import TUNE_FOLDS
 from uno.data.splits import Task
 from uno.data.stream import (

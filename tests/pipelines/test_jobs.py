@@ -20,7 +20,7 @@ from tests.pipelines.small import wait_for
 from tests.uno.small_run import small_config
 from uno.config import Config, override
 from uno.data.files import Storage
-from uno.data.row_blocks import RowBlocks
+from uno.data.memory import RowBlocks
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.errors import ConfigError, Interrupted

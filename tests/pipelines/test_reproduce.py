@@ -30,7 +30,6 @@ from pipelines.options import parse
 from tests.forked import forked
 from tests.pipelines.small import SMALL, wait_for, write_images
 from uno.config import Config, dump_yaml, override
-from uno.cpus import available_cpus
 from uno.data import features
 from uno.data.files import Storage
 from uno.encoders.build import build_encoder
@@ -39,6 +38,7 @@ from uno.reproduce.experiments import build, names
 from uno.runs import NUMERICS, lock
 from uno.runs.lock import LOCK_FILE
 from uno.session.configure import RAY_JOB
+from uno.threads import available_cpus
 
 WITHOUT_GPU = pytest.mark.skipif(
     torch.cuda.is_available(), reason="this machine has the device"

@@ -37,8 +37,7 @@ from uno.data.files import FileEntry, children, join, valid_text
 from uno.data.images import EXTENSIONS, Files, InMemory, is_image
 from uno.data.label_files import with_label_file
 from uno.data.other_formats import fix_for, meaning_of, refuse_boxes
-from uno.data.read_options import DEFAULT_OPTIONS, ReadOptions
-from uno.data.rows import SPLITS, Rows
+from uno.data.rows import DEFAULT_OPTIONS, SPLITS, ReadOptions, Rows
 from uno.data.tables import read_parquet, read_table
 from uno.data.tar import read_tar
 from uno.errors import ConfigError, did_you_mean, one_line

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from uno.augment import augment_crops
 from uno.config import Config
-from uno.cpus import available_cpus
 from uno.crops import Cropper
 from uno.data.decode import BATCHES_AHEAD, DecodedBatch, decoded, ok_mask, prefetch_map
 from uno.data.files import Storage
@@ -34,6 +33,7 @@ from uno.data.sampling import Batch, Order, Plan, augment_generator
 from uno.data.splits import Task, train_rows, truth_rows
 from uno.data.unreadable import BadRows
 from uno.errors import ConfigError
+from uno.threads import available_cpus
 
 SYNC_STEPS = 100  # steps after which workers exchange which images are unreadable
 EVAL_BYTES = 64 * 2**20  # largest size of the decoded pixels of an evaluation batch
