@@ -270,7 +270,8 @@ def discover(
             to lead them; None otherwise.
 
     Returns:
-        The exit code 0. A problem raises an error.
+        The exit code 0. A problem raises an error, of torchrun's ranks in the first one
+        that fails; the others return the exit code of their error.
     """
     if ranks is None and is_torchrun_rank():
         from uno.session.ranks import TorchrunBackend
@@ -531,19 +532,23 @@ def doctor(argv: Sequence[str]) -> int:
 def classes(argv: Sequence[str]) -> int:
     """Name, merge or drop the discovered classes of a run.
 
-    The edits come from one of these: the file ``RUN/classes.yaml``; another such file,
-    ``--file``; ``--from``, a table of labels that people gave to images, by which
-    classes are named in a majority vote; or ``--rename``, new names such as ``5=nine``.
-    If there is none of them, ``RUN/classes.yaml`` is written as a template to edit.
-    Otherwise the edits are checked and printed. With ``--apply``, and always with
-    ``--rename``, the model and all files of the run are then updated, and
-    ``RUN/classes.yaml`` gets the edits.
+    The edits are those of the file ``RUN/classes.yaml``, if there is one, or of another
+    such file, ``--file``. To these are added the names of ``--from``, a table of labels
+    that people gave to images, by which classes are named in a majority vote; or of
+    ``--rename``, new names such as ``5=nine``. If there is none of all these,
+    ``RUN/classes.yaml`` is written as a template to edit. Otherwise the edits are
+    checked. With ``--apply``, and always with ``--rename``, the model and all files of
+    the run are then updated, and ``RUN/classes.yaml`` gets the edits.
 
     Args:
         argv: The arguments after ``uno classes``: the run directory and options.
 
     Returns:
         The exit code 0. A problem raises an error.
+
+    Raises:
+        ConfigError: More than one of ``--file``, ``--from`` and ``--rename`` is given,
+            or an edit is invalid.
     """
     own = parse(argv, CLASSES).args
     from uno.data.files import Storage
