@@ -83,8 +83,8 @@ class Argument(NamedTuple):
     def most_words(self) -> int:
         """The largest number of words that this argument takes as its value.
 
-        It is 0 for a switch, 1 for a single value, the number of values of a tuple, and
-        a million for a list.
+        It is 0 for a switch and for the ``no-`` form of a boolean field, the number of
+        values for a tuple, a million for a list, and else 1.
         """
         if self.type is bool:
             return 1 if self.key and not self.negated else 0
@@ -218,8 +218,9 @@ class Command:
     def may_change(self, key: str) -> bool:
         """Return whether a field of the configuration is an option of this command.
 
-        It always is for commands that make a configuration. Commands that work on a
-        finished run take only the fields whose declaration names the command.
+        It always is for commands that make a configuration, or change those of many
+        runs. Commands that work on a finished run take only the fields whose
+        declaration names the command.
 
         Args:
             key: The dotted key of the field.
@@ -475,8 +476,9 @@ def _print_help(options: Options, everything: bool) -> None:
 
     Args:
         options: The options of the command line.
-        everything: Whether to list all fields of the configuration. Otherwise only
-            fields with a short form are listed, by that form.
+        everything: Whether to list all fields of the configuration. Otherwise, for a
+            command that takes all fields, those of a section such as ``train`` are
+            listed only if they have a short form, by that form.
     """
     command = options.command
     print(f"usage: {command.usage}\n\n{SENTENCES[command.name]}\n")
