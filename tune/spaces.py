@@ -105,8 +105,9 @@ class Domain:
     def ends(self) -> tuple[Any, ...]:
         """The two bounds of the range, or all choices.
 
-        If a setting of the configuration accepts these values, it accepts every value
-        of the domain, except that a setting of whole numbers accepts whole bounds.
+        A setting of the configuration that accepts these values accepts every value of
+        the domain, unless the setting takes whole numbers only and the scale is not
+        ``int``.
         """
         bounds = (value for value in (self.low, self.high) if value is not None)
         return self.choices or tuple(
