@@ -394,15 +394,15 @@ def measure(
         state: The state of training, with the model.
         score: The name of the score. ``folds`` and ``oracle`` are the harmonic mean of
             the accuracies on classes to discover and on held-out rows of known classes,
-            ``loss`` is minus the training loss of the best head, and ``agreement`` is
-            how well the heads agree on the unlabeled rows.
+            ``loss`` is minus the cluster loss of the best head in training, and
+            ``agreement`` is how well the heads agree on the rows to discover.
         worker: The process that trains.
 
     Returns:
         ``score``, which is to be maximized, and more values by name. ``known_best`` and
         ``novel_best`` are the accuracies 0-1 of the best head, that with the lowest
-        training loss, and ``known_avg`` and ``novel_avg`` are means over heads; an
-        accuracy is left out if no scored row has such a class. ``loss`` is the training
+        cluster loss, and ``known_avg`` and ``novel_avg`` are means over heads; an
+        accuracy is left out if no scored row has such a class. ``loss`` is the cluster
         loss of the best head. The score ``agreement`` adds ``agreement`` 0-1. ``rows``
         is the number of rows of which the score is a share; the score ``loss`` has no
         ``rows``.
