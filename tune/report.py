@@ -93,16 +93,17 @@ class Summary(NamedTuple):
     def oracle(self) -> bool:
         """Whether the score of the trials is ``oracle``.
 
-        It is the accuracy by the true labels of the novel classes, so it is no result.
+        It is the accuracy by the true labels of the novel classes, so it serves
+        research only.
         """
         return bool(self.settings["score"] == ORACLE)
 
     @property
     def keeps_given(self) -> bool:
-        """Whether trial 0, the user's configuration, is best without the highest score.
+        """Whether trial 0 is recommended although another trial has a higher score.
 
-        It is preferred if its score is at most one standard error lower, see
-        :func:`tune.records.best_trial`.
+        Trial 0 is the user's configuration. It is preferred if its score is at most one
+        standard error lower, see :func:`tune.records.best_trial`.
         """
         return self.best is not None and self.best is not self.ranked[0]
 
@@ -171,10 +172,11 @@ def write(storage: Storage) -> Summary:
 def importance(space: Space, ranked: Sequence[Trial]) -> tuple[list[Effect], float]:
     """Compute how much each searched setting mattered for the order of the trials.
 
-    The measure is the share of the variance of the trials' ranks that a setting
-    explains, see :class:`Effect`. On simulated sweeps of 12 and 16 trials, the
-    jackknife intervals contained the true share in 78-97% of them. Bootstrap intervals
-    did in 0-93%, because resampled trials hold repetitions and give too high shares.
+    The measure is the share of the variance of the trials' ranks that a parabola over
+    the setting's value explains, see :class:`Effect`. On simulated sweeps of 12 and 16
+    trials, the jackknife intervals contained the true share in 78-97% of them.
+    Bootstrap intervals did in 0-93%, because resampled trials hold repetitions and give
+    too high shares.
 
     Args:
         space: The search space.
@@ -182,8 +184,8 @@ def importance(space: Space, ranked: Sequence[Trial]) -> tuple[list[Effect], flo
 
     Returns:
         The effect of each setting with several values, the largest first; and the
-        threshold of chance: the largest share of any setting stays below it in 19 of
-        20 sweeps in which no setting has an effect. For that, ranks are permuted 2,000
+        threshold of chance: the largest share of any setting stays below it in 19 of 20
+        sweeps in which no setting has an effect. For that, ranks are permuted 2,000
         times and the maximum over settings is taken (Westfall & Young 1993). The result
         is ``([], 0.0)`` if there are fewer than 6 trials, or no setting has several
         values.
@@ -454,8 +456,8 @@ def page(summary: Summary) -> str:
 def best_so_far(summary: Summary) -> Chart | None:
     """Draw the score of each trial over its number, and the best score so far.
 
-    A dot shows each trial's score after its last epoch. For the line only trials count
-    that have trained all epochs.
+    A dot shows each trial's score after its last epoch. A line shows the highest score
+    of the trials up to a number; only those that have trained all epochs count.
 
     Args:
         summary: The results of the sweep.
@@ -528,10 +530,13 @@ def scatter(domain: Domain, summary: Summary) -> Chart | None:
 
 
 def _shown_trials(summary: Summary) -> list[Trial]:
-    """Return the trials that a chart shows: the last 200 that have a score.
+    """Return the trials that a chart shows: at most 200 that have a score.
 
-    The best trial is always among them. It is the last of the list, so that it is drawn
-    above the others.
+    These are the best trial and those with the highest numbers. The best trial is the
+    last of the list, so that it is drawn above the others.
+
+    Args:
+        summary: The results of the sweep.
     """
     shown = [trial for trial in summary.trials if math.isfinite(trial.score)]
     return sorted(shown, key=lambda trial: trial is summary.best)[-MAX_SHOWN:]
