@@ -472,12 +472,15 @@ def _check_stored(run: Path, config: Config, code: dict[str, str] | None) -> Non
 def _check_numerics(run: Path) -> None:
     """Check that the results of a run can be compared with those of this version.
 
+    The environment file of a run has a number for the way in which it was computed, its
+    numerics. It changes if a new version of this program gives other results.
+
     Args:
         run: The directory of the run. One without a run is accepted.
 
     Raises:
-        ConfigError: The run was made by a version with other numerics (see
-            ``CHANGELOG.md``), so its results may differ.
+        ConfigError: The run was made with other numerics (see ``CHANGELOG.md``), so its
+            results may differ.
     """
     facts = read_mapping(Storage(str(run)), ENVIRONMENT_FILE) or {}
     numerics = facts.get("numerics", NUMERICS)
@@ -646,7 +649,7 @@ def cells_at_once(
     """Return how many cells (training runs) a cluster holds at a time.
 
     A cell on a GPU reserves ``compute.gpus_per_worker`` GPUs and no CPU. Another cell
-    reserves as many CPUs as it has threads.
+    reserves ``compute.threads`` CPUs, by default 1, but not more than the cluster has.
 
     Args:
         config: A configuration with the section ``compute`` of the cells.
@@ -672,11 +675,12 @@ def cells_at_once(
 def _default_parallel(compute: ComputeConfig) -> int:
     """Return how many cells run at a time on this machine without ``--parallel``.
 
-    It is 1 if a cell has several workers; else the number of GPUs, or without GPUs the
-    number of cores divided by the threads of a cell.
+    It is 1 if cells have Ray workers; else the number of GPUs, if there are any and the
+    device is not ``cpu``; else the number of cores divided by the threads of a cell, by
+    default 1.
 
     Args:
-        compute: The configuration section of all cells.
+        compute: The section ``compute`` of the configuration of all cells.
     """
     if compute.num_workers:
         return 1  # A cell has several processes.
@@ -687,7 +691,7 @@ def _default_parallel(compute: ComputeConfig) -> int:
 
 
 def write_tables(request: Request) -> None:
-    """Write the table with the results of all cells, and print it.
+    """Write the table with the results of all cells (training runs), and print it.
 
     Cells without a result are left out of the means.
 
