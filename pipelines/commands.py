@@ -270,8 +270,8 @@ def discover(
             to lead them; None otherwise.
 
     Returns:
-        The exit code 0. A problem raises an error, of torchrun's ranks in the first one
-        that fails; the others return the exit code of their error.
+        The exit code 0. A problem raises an error; but a rank of torchrun that fails
+        after another one returns the exit code of its error.
     """
     if ranks is None and is_torchrun_rank():
         from uno.session.ranks import TorchrunBackend
