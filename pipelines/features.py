@@ -1,6 +1,6 @@
 """Compute the features of images with a frozen encoder on the workers of Ray.
 
-They equal those of :func:`uno.session.data.compute_local` bit for bit.
+On CPUs they equal those of :func:`uno.session.data.compute_local` bit for bit.
 """
 
 from collections.abc import Callable, Iterator
@@ -51,8 +51,8 @@ def compute_on_ray(
     Yields:
         Up to 128 rows at a time, in the order of ``rows``: their row numbers; their
         features float32 (m, 1 + V, D), of the evaluation view and V random views; and
-        for each row the reason why its image cannot be read, or None. The features are
-        equal, bit for bit, to those that one process computes.
+        for each row the reason why its image cannot be read, or None. On CPUs the
+        features are equal, bit for bit, to those that one process computes.
 
     Raises:
         ConfigError: The encoder returns numbers that are not finite, or the cluster had
