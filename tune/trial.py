@@ -465,7 +465,11 @@ def check_starts(storage: ClaimedStorage, index: int) -> None:
 
 
 def _local_worker(sweep: Sweep) -> LocalWorker:
-    """Return this process as the one that trains, on a GPU if the sweep has GPUs."""
+    """Return this process as the one that trains a trial or a pretraining.
+
+    It trains on a GPU if a GPU is reserved for each training process of the sweep, and
+    else on the CPU.
+    """
     return LocalWorker(torch.device("cuda" if "GPU" in sweep.resources else "cpu"))
 
 
