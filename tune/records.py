@@ -94,14 +94,17 @@ class Trial:
 
     @property
     def score(self) -> float:
-        """The score of this trial after its last epoch; NaN if no epoch has ended."""
+        """The score of this trial after its last epoch, the mean over folds and seeds.
+
+        A higher score is better. It is NaN if no epoch has ended.
+        """
         return float(self._last["score"])
 
     @property
     def spread(self) -> float:
-        """The standard deviation of this trial's score over seeds; NaN with one seed.
+        """The standard deviation over seeds of this trial's score after its last epoch.
 
-        It is the value after the last epoch.
+        It is NaN if the trial was trained with one seed.
         """
         return float(self._last.get("spread", math.nan))
 
