@@ -184,9 +184,10 @@ def make_folds(
     Args:
         data: The data of the sweep.
         score: The name of the score by which trials are compared. ``folds`` is the
-            accuracy on hidden known classes, ``loss`` is minus the training loss,
-            ``agreement`` is how well the heads agree, and ``oracle`` is the accuracy by
-            the true labels, see :data:`tune.SCORES`.
+            accuracy on known classes that are hidden and on the others, ``loss`` is
+            minus the cluster loss in training, ``agreement`` is how well the heads
+            agree, and ``oracle`` is the accuracy by the true labels, see
+            :data:`tune.SCORES`.
         num_folds: The number of folds. Only the score ``folds`` uses it.
         seed: The seed of the choice of hidden classes.
         hide: The number of known classes that each fold hides; None for the default of
@@ -195,8 +196,9 @@ def make_folds(
     Returns:
         For the score ``folds``, problems that each hide some known classes and discover
         them from the others; unlabeled rows take no part. For every other score only
-        the real problem: the unlabeled rows, without hidden classes. Each problem has
-        its training rows, and the rows on which a trial is scored.
+        the real problem: to discover the classes of the unlabeled rows, without hidden
+        classes. Each problem has its training rows, and the rows on which a trial is
+        scored.
 
     Raises:
         ConfigError: There are too few known classes for these folds.
@@ -234,9 +236,9 @@ def _make_fold(
 ) -> FoldRows:
     """Return one discovery problem of a trial as row numbers.
 
-    Every fifth labeled row of each class that stays known is held out of training. All
-    rows of hidden classes are trained on, without their labels. Held-out rows and the
-    rows to discover are scored.
+    Every fifth labeled row of each class that stays known is held out of training, none
+    of a class with fewer than five. All rows of hidden classes are trained on, without
+    their labels. Held-out rows and the rows to discover are scored.
 
     Args:
         name: The name of the problem.
@@ -248,6 +250,10 @@ def _make_fold(
         num_novel: The number of classes to discover.
         hidden: The known classes, as numbered in ``data.labels``, that the problem
             hides. It has that many fewer known classes. Empty for the real problem.
+
+    Returns:
+        The row numbers of the labeled rows to train on, with their labels, of the rows
+        to discover, and of the rows to score, with their classes.
     """
     # Of a class with fewer than 5 rows none is held out.
     held_out = np.zeros(len(labels), dtype=bool)
