@@ -676,8 +676,8 @@ def _default_parallel(compute: ComputeConfig) -> int:
     """Return how many cells run at a time on this machine without ``--parallel``.
 
     It is 1 if cells have Ray workers; else the number of GPUs, if there are any and the
-    device is not ``cpu``; else the number of cores divided by the threads of a cell, by
-    default 1.
+    device is not ``cpu``; else the number of cores divided by ``compute.threads``, and
+    1 if that is not set.
 
     Args:
         compute: The section ``compute`` of the configuration of all cells.
