@@ -313,13 +313,16 @@ def encode_on_ray(
         images: The images of all rows of the run.
         fallback: Decodes the same batches on this machine, see
             :data:`uno.results.infer.Decode`. It is called only if Ray fails.
-        batches: Batches of row numbers, int64 (b,).
+        batches: Batches of row numbers, int64 (b,), at least one.
 
     Returns:
         An iterator over tuples, one for each batch: the row numbers; float32 (b, D),
         the D features of each image; and for each row the reason why its image cannot
         be read, or None. If Ray fails, it is the result of ``fallback``, with pixels
         uint8 (b, 3, S, S) instead of features.
+
+    Raises:
+        ConfigError: The cluster had no place for the workers in time.
     """
     rows, size = list(batches), build_classifier(files).size
     ends = np.cumsum([len(some) for some in rows])
