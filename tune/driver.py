@@ -638,7 +638,8 @@ def with_fitting_batch(options: SweepOptions, folds: list[FoldRows]) -> SweepOpt
     """Return the options with a batch size that every fold of the sweep can fill.
 
     A fold has fewer rows than the whole data set, so its batches may have to be
-    smaller.
+    smaller. A fold that cannot fill a batch of any size does not change the batch size,
+    and is refused by :func:`check_plans`.
 
     Args:
         options: The options of the sweep.
