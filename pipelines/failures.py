@@ -49,9 +49,9 @@ class EndWhenHopeless(UserCallback):
         """End the run by an error if no other group of workers could finish it.
 
         Otherwise this returns, and Ray Train replaces the group that failed. The reason
-        is then sent to the driver as ``("lost", reason)``, unless the group was
-        preempted: it ended because one of its nodes was taken away after a notice.
-        Preempted groups never end the run.
+        is then sent to the driver as ``("lost", reason)``, if there is a queue for
+        that, unless the group was preempted: it ended because one of its nodes was
+        taken away after a notice. Preempted groups never end the run.
 
         Args:
             run_context: Ray Train's description of the run, which is not used.
