@@ -125,7 +125,8 @@ def _start(
     """Call ``ray.init``, and keep signals from Ray's processes meanwhile.
 
     A terminal sends Ctrl-C and SIGHUP to Ray's processes as well, which would end them.
-    The handler that Ray sets for SIGTERM is replaced by the one before.
+    Ray sets a handler for SIGTERM; if this process had one of its own, that one is set
+    again.
 
     Args:
         ray: The module.
