@@ -86,6 +86,9 @@ class Attempts(NamedTuple):
 def read_attempts(output: Path) -> dict[str, Attempts]:
     """Return the outcome of every job that ``uno reproduce`` has attempted before.
 
+    A job that was not started, because the job that it needs failed, has an attempt of
+    0 seconds with the exit code of that job.
+
     Args:
         output: The output directory of the command, with ``attempts.jsonl``.
 
