@@ -258,8 +258,9 @@ class Options:
     def config(self) -> Config:
         """The configuration that follows from the command line and its files.
 
-        Settings that the user does not give have the default of the preset. If the user
-        names no output directory, it is the default of the command, if it has one.
+        Settings that the user does not give have their defaults, such as those of the
+        preset. If the user names no output directory, it is the default of the command,
+        if it has one.
         """
         choose = self.command.name in ("discover", "data")
         return configure(self.overrides, self.command.output, choose)
