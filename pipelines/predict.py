@@ -325,6 +325,8 @@ def encode_on_ray(
         ConfigError: The cluster had no place for the workers in time.
     """
     rows, size = list(batches), build_classifier(files).size
+    if not rows:
+        return iter(())
     ends = np.cumsum([len(some) for some in rows])
     blocks = (
         pa.table({"row": np.arange(end - len(some), end), **to_columns(images, some)})
