@@ -5,6 +5,7 @@ from collections.abc import Collection
 
 import numpy as np
 
+from uno.clustering.num_classes import calibration
 from uno.config import Config, override
 from uno.data.decode import ok_mask
 from uno.data.files import Storage
@@ -96,7 +97,7 @@ def format_estimate(found: Estimate) -> str:
 
     Returns:
         A table with what is known about each number of novel classes k. Then the
-        estimate with its interval, and the command that can follow.
+        estimate with its interval, the command that can follow, and warnings.
     """
     lines = _curve_lines(found) if found.splits else _probability_lines(found)
     lines.append(
@@ -113,6 +114,12 @@ def format_estimate(found: Estimate) -> str:
         "next: extra classes can be merged later with uno classes, missing ones"
         f" cannot: --num-novel {found.suggested} ({reason})"
     )
+    smallest, largest = calibration()["num_novel"]
+    if not found.splits and found.high >= largest:
+        lines.append(
+            f"warning: the estimate was calibrated on {smallest} to {largest} new"
+            " classes; it was mostly too low where there were more"
+        )
     if found.at_limit:
         again = f"repeat uno estimate-classes with --max-novel {2 * found.ks[-1]}"
         lines.append(f"warning: the interval reaches the largest number tried; {again}")
