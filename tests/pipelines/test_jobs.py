@@ -300,7 +300,7 @@ def test_images_stay_in_rays_store_as_long_as_they_are_used(
         streams = loading == "streaming"
         assert events == ([("closed", True)] if streams else [])
         found = run.task
-        assert found is task if streams else found.rows.images.ready.values is kept
+        assert found is task if streams else found.rows.images.values is kept
     assert events == [("closed", streams)]
 
 

@@ -396,7 +396,7 @@ def keep_pixels(
             images = images.clone() if views.shape[1] > 1 else images
         images = RowBlocks([images])
     kept = DecodedImages.of(task.rows.images, images, reasons)
-    return replace(task, rows=replace(task.rows, images=kept))
+    return replace(task, rows=task.rows.with_images(kept))
 
 
 def assemble(task: Task, images: Tensor, ok: np.ndarray) -> TrainSet:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -194,6 +195,18 @@ class Rows:
             labels=self.labels.take(index),
             is_train=self.is_train[index],
         )
+
+    def with_images(self, images: Images) -> Rows:
+        """Return the same rows with the same images in another form, such as decoded.
+
+        What was computed of the rows before, such as the fingerprint, stays known.
+
+        Args:
+            images: The images of the N rows.
+        """
+        rows = copy(self)
+        object.__setattr__(rows, "images", images)
+        return rows
 
     def with_composed_names(self) -> Rows:
         """Return the rows with class names in one Unicode normalization (NFC).

@@ -83,10 +83,9 @@ class ImageListing:
 
     def __iter__(self) -> Iterator[FileEntry]:
         for file in filesystem.walk(self._root, self._follow_links):
-            suffix = _suffix(file.relative)
             if is_image(file.relative):
                 yield file
-            elif suffix in UNREAD:
+            elif (suffix := _suffix(file.relative)) in UNREAD:
                 self._example = self._example or valid_text(file.relative)
                 self._unread[suffix] += 1
             else:
