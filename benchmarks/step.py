@@ -221,6 +221,7 @@ def parts(
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         norm = torch.nn.utils.get_total_norm(gradients)
+        assert state.optimizer is not None
         state.optimizer.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
         state.optimizer.step()
 

@@ -1,6 +1,6 @@
-"""Compute the features of a frozen encoder on Ray.
+"""Compute the features of images with a frozen encoder on the workers of Ray.
 
-They equal those of :func:`uno.session.data.compute_local` bit for bit.
+On CPUs they equal those of :func:`uno.session.data.compute_local` bit for bit.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +22,6 @@ from uno.data.features import Chunk, FeatureJob
 from uno.data.images import from_columns, to_columns
 from uno.encoders.build import build_encoder
 from uno.encoders.runtimes import Runtime
-from uno.runs.hardware import at_speed
 
 # The largest number of chunks of a task. A row group of Parquet has more rows than a
 # chunk, so that a task of several chunks reads less.
@@ -36,22 +35,29 @@ def compute_on_ray(
     rows: np.ndarray,
     give_up: Callable[[], bool] = lambda: False,
 ) -> Iterator[Chunk]:
-    """Encode rows by the workers of a cluster.
+    """Encode rows on the workers of a cluster.
+
+    If the cluster is too small, this waits for nodes.
 
     Args:
-        ray: The connected module.
-        job: What to encode.
-        encoder: The encoder in eval mode, or a
-            :class:`~uno.encoders.runtimes.Runtime` of it.
-        rows: int64 (n,), numbers of rows of the task.
+        ray: The module ``ray``, connected to a cluster.
+        job: All rows of the run with their images, and how features are computed.
+            ``rows`` selects which of these rows are encoded.
+        encoder: The encoder in eval mode, or a :class:`~uno.encoders.runtimes.Runtime`
+            of it.
+        rows: int64 (n,), the row numbers of the images to encode.
         give_up: Returns whether to stop waiting for nodes.
 
     Yields:
-        The chunks, in order. Their bits are those of one process.
+        Up to 128 rows at a time, in the order of ``rows``: their row numbers; their
+        features float32 (m, 1 + V, D), of the evaluation view and V random views; and
+        for each row the reason why its image cannot be read, or None. On CPUs the
+        features are equal, bit for bit, to those that one process computes.
 
     Raises:
-        ConfigError: The encoder returns numbers that are not finite.
-        Interrupted: ``give_up`` says so.
+        ConfigError: The encoder returns numbers that are not finite, or the cluster had
+            no place for the workers in time.
+        Interrupted: ``give_up`` returned True.
     """
     config, reader = job.config, job.task.rows.images.reader()
     plan, encoder = (
@@ -87,16 +93,19 @@ def compute_on_ray(
 
 
 def make_block(job: FeatureJob, rows: np.ndarray, start: int, stop: int) -> pa.Table:
-    """Return rows of a job as the table that is sent to a task.
-
-    The columns are ``row``, the position among the rows that are encoded; ``seed`` of
-    the random views; ``has_views``, whether the row has random views; and the image.
+    """Return rows to encode as the Arrow table that is sent to a task.
 
     Args:
-        job: What is encoded.
-        rows: int64 (n,), the numbers of all rows that are encoded.
-        start: The position of the first row of the table.
-        stop: The position after its last row.
+        job: All rows of the run with their images, and how features are computed.
+        rows: int64 (n,), the row numbers of all images that are encoded.
+        start: The position in ``rows`` of the first row of the table.
+        stop: The position in ``rows`` after its last row.
+
+    Returns:
+        A table with a row for each image: ``row``, the position in ``rows``; ``seed``
+        of the random views; ``has_views``, whether the image gets random views; and
+        either ``number``, under which a reader finds the image, or ``image`` and
+        ``shape``, the image itself, see :func:`~uno.data.images.to_columns`.
     """
     own = rows[start:stop]
     return pa.table(
@@ -110,17 +119,19 @@ def make_block(job: FeatureJob, rows: np.ndarray, start: int, stop: int) -> pa.T
 
 
 def decode_block(block: pa.Table, config: Config, reader: Any) -> Iterator[pa.Table]:
-    """Decode the rows of :func:`make_block` in a task.
+    """Decode and crop the images of a table of :func:`make_block`, in a task.
 
     Args:
         block: The table.
         config: The configuration of the run.
-        reader: The reference to what reads images by row number, or None.
+        reader: The reference to the object in Ray's object store that reads the images
+            by the column ``number``; None if the table has the images themselves.
 
     Yields:
-        A table for each chunk of rows: ``row``, ``seed``, ``viewed`` (whether the row
-        has crops of random views), ``reason`` (why the image cannot be read, or None)
-        and ``pixels`` (of all crops of the row).
+        A table for each chunk of up to 128 rows: ``row`` and ``seed`` of the given
+        table; ``viewed``, whether the image has crops of random views, and can be read;
+        ``reason``, why the image cannot be read, or None; and ``pixels``, the bytes of
+        the evaluation view and of the crops of all random views.
     """
     import ray
 
@@ -152,13 +163,15 @@ def decode_block(block: pa.Table, config: Config, reader: Any) -> Iterator[pa.Ta
 
 
 class Featurizer:
-    """An actor of the pool, which loads the encoder once and encodes many blocks.
+    """The model of a Ray actor, which loads an encoder once and encodes many rows.
 
     Args:
         device: The device of the encoder.
-        threads: The number of blocks of rows that are encoded at once.
-        shared: The reference to the configuration, the weights as a safetensors file,
-            and the :class:`~uno.encoders.runtimes.Plan` or None.
+        threads: The number of batches of rows that are encoded at once, one thread
+            each.
+        shared: The reference to the configuration as a dict, the weights as a
+            safetensors file, and the :class:`~uno.encoders.runtimes.Plan` of a faster
+            CPU runtime, or None.
     """
 
     def __init__(self, device: str, threads: int, shared: Any) -> None:
@@ -175,20 +188,24 @@ class Featurizer:
             .to(memory_format=torch.channels_last)
         )
         here = plan is not None and torch.device(device).type == "cpu"
-        self._encoder = at_speed(encoder, plan, threads) if here else encoder
+        self._encoder = Runtime(encoder, plan, threads) if here else encoder
 
     def __call__(self, block: pa.Table) -> pa.Table:
-        """Encode chunks of :func:`decode_block`.
+        """Encode the images of a table of :func:`decode_block`.
+
+        Args:
+            block: The table, with one or more whole chunks of rows.
 
         Returns:
             A table with the columns ``row``, ``reason`` and ``features`` (bytes of
-            float32, the encoded views of a row side by side).
+            float32: the features of all views of an image, one after the other).
         """
         config, seeds = self._config, block["seed"].to_numpy()
         viewed, ok = block["viewed"].to_numpy(), block["reason"].is_null().to_numpy()
         pixels = shared_tensor(bytes_of(block["pixels"], features.row_bytes(config)))
 
         def encode(start: int) -> torch.Tensor:
+            """Encode up to ``ROWS_AT_ONCE`` rows of the table, from ``start`` on."""
             torch.set_num_threads(1)  # for this thread only
             own = slice(start, start + features.ROWS_AT_ONCE)
             # Ray must not have divided the chunks.
@@ -207,12 +224,18 @@ class Featurizer:
 
 
 def unpack_chunk(job: FeatureJob, rows: np.ndarray, results: pa.Table) -> Chunk:
-    """Return a chunk of features from a table of :meth:`Featurizer.__call__`.
+    """Return a chunk of features from the table that a :class:`Featurizer` returns.
 
     Args:
-        job: What is encoded.
-        rows: int64 (n,), the rows of the chunk.
-        results: The table.
+        job: All rows of the run, and how features are computed.
+        rows: int64 (n,), the row numbers of the images of the chunk.
+        results: The table: for each of the n images, in the order of ``rows``,
+            ``features`` (bytes of float32) and ``reason`` (why the image cannot be
+            read, or None).
+
+    Returns:
+        The row numbers; the features, float32 (n, 1 + V, D): D numbers for the
+        evaluation view and for each of V random views; and the reasons.
 
     Raises:
         ConfigError: The encoder returns numbers that are not finite.

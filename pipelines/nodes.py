@@ -32,13 +32,13 @@ T = TypeVar("T")
 
 
 class WaitLines:
-    """Prints a line every 30 s while workers have no place, or have not begun.
+    """Prints a line every 30 s while workers wait for nodes of a cluster.
 
-    A wait has begun when this is made.
+    The wait begins when this object is made.
 
     Args:
         config: The configuration, with the number of workers.
-        each: The resources of each worker.
+        each: The resources of each worker (``CPU``, ``GPU``).
     """
 
     def __init__(self, config: Config, each: Resources) -> None:
@@ -46,15 +46,27 @@ class WaitLines:
         self.begin()
 
     def begin(self) -> None:
-        """Begin to wait."""
+        """Start a wait for workers, now: the first line about it is due in 30 s.
+
+        This is called again when workers were lost and new ones are waited for.
+        """
         self._due: float | None = time.monotonic() + TELL_S
 
     def end(self) -> None:
-        """End the wait, because the workers have begun."""
+        """End the wait, because the workers have begun.
+
+        No line is printed until :meth:`begin` is called again.
+        """
         self._due = None
 
     def tell(self) -> bool:
-        """Print a line if it is due, and return whether the wait goes on."""
+        """Print which resources the missing workers wait for, if 30 s have passed.
+
+        The 30 s count from the begin of the wait, or from the line before.
+
+        Returns:
+            Whether the wait goes on: False after :meth:`end`.
+        """
         if self._due is None:
             return False
         if time.monotonic() >= self._due:
@@ -64,11 +76,15 @@ class WaitLines:
 
 
 def wanted_and_there(workers: int, each: Resources) -> str:
-    """Return a phrase on the resources that workers need and those that are there.
+    """Return a phrase on the resources that workers need and that the cluster has.
+
+    For example ``2 workers with 1 CPU, 1 GPU each; the cluster has 8 CPU (6 free), 1
+    GPU (1 free) on 1 node``.
 
     Args:
         workers: The number of workers.
-        each: The resources of each worker.
+        each: The amount of each resource that a worker needs, by its name (``CPU``,
+            ``GPU``).
     """
     import ray
 
@@ -87,27 +103,29 @@ def wanted_and_there(workers: int, each: Resources) -> str:
 def wait_for_resources(
     config: Config, give_up: Callable[[], bool], limit_s: float = 0.0
 ) -> Resources:
-    """Wait until the cluster is large enough for all workers.
+    """Wait until the cluster is large enough for all workers of a configuration.
 
-    Meanwhile a placement group lets Ray's autoscaler start nodes for them.
+    All CPUs and GPUs of the cluster count, also those that other work uses now. During
+    the wait a placement group for the workers lets Ray's autoscaler start nodes.
 
     Args:
-        config: The configuration of the run.
+        config: The configuration of the run, with the number of workers.
         give_up: Returns whether the user has asked to stop.
-        limit_s: The longest wait in seconds.
+        limit_s: The longest wait in seconds; 0 does not wait.
 
     Returns:
-        The resources of each worker.
+        The amount of each resource for a worker, by its name (``CPU``, ``GPU``), see
+        :func:`pipelines.ray_env.worker_resources`.
 
     Raises:
-        ConfigError: The cluster is too small for too long.
+        ConfigError: The cluster is still too small after ``limit_s`` seconds.
         Interrupted: ``give_up`` returned True.
     """
     import ray
     from ray.util import placement_group, remove_placement_group
 
     compute, group = config.compute, None
-    start, usual = time.monotonic(), _usual(config)
+    start, usual = time.monotonic(), _default_resources(config)
     lines = WaitLines(config, usual)
     try:
         while True:
@@ -138,22 +156,25 @@ def wait_for_resources(
 def once_one_fits(
     config: Config, ask: Callable[[], T], give_up: Callable[[], bool] = lambda: False
 ) -> T:
-    """Call a function again after a wait, if the cluster is still too small for it.
+    """Call a function, and again after a wait if the cluster is too small at first.
+
+    The wait ends as soon as the cluster is large enough for the workers of the
+    configuration, or for one worker if ``compute.num_workers`` is 0. It takes at most
+    :func:`startup_timeout_s`.
 
     Args:
         config: The configuration of the run.
-        ask: The function. It raises ConfigError if the cluster cannot hold a single
-            task or trial.
-        give_up: Returns whether the user has asked to stop.
+        ask: The function, for example one that computes how many trials run at a time.
+            It raises ConfigError if the cluster cannot hold a single task or trial.
+        give_up: Returns whether the user has asked to stop. It is asked during the
+            wait.
 
     Returns:
-        The result of ``ask``. If the first call failed, it is called again once the
-        cluster has a place for the workers of the configuration, or for one worker if
-        it has none.
+        The result of ``ask``, of its first call if that did not fail.
 
     Raises:
-        ConfigError: ``ask`` raised it, and the cluster cannot grow; or there was no
-            place in time.
+        ConfigError: ``ask`` raised it and there is no wait, or raised it again after
+            the wait; or the cluster was still too small when the wait ended.
         Interrupted: ``give_up`` returned True.
     """
     try:
@@ -167,26 +188,29 @@ def once_one_fits(
 
 
 def free_memory(config: Config) -> "FreeMemory":
-    """Return the memory that is free for a run's workers.
+    """Return the free memory in bytes of the machines that a run's workers would use.
 
-    On a cluster, nodes for the workers are waited for. A task in the place of each
-    worker then measures its node for at most 60 s.
+    On a running cluster (see :func:`pipelines.ray_env.cluster_address`) this waits for
+    nodes for the workers. Then one task for each worker, with the resources of a
+    worker, measures the node on which Ray places it. Tasks that have not answered after
+    60 s are cancelled.
 
     Args:
         config: The configuration of the run.
 
     Returns:
-        The smallest main memory and GPU memory that the tasks found, the smallest
-        object store of all nodes, and the main memory of this machine as ``driver``.
-        Without workers or a cluster, or if no task could begin because other work takes
-        all nodes, main memory and GPU memory are those of this machine, and ``driver``
-        is None.
+        On a cluster: ``host``, the least free main memory that a task found;
+        ``device``, the least free GPU memory that a task found for a worker, None
+        without GPUs; ``store``, the size of the smallest object store of all nodes; and
+        ``driver``, the free main memory of this machine. If no task answered in time,
+        ``host`` and ``device`` are those of this machine, and ``driver`` is None.
+        Without workers or a running cluster, ``host`` and ``device`` are those of this
+        machine, and ``store`` and ``driver`` are None.
 
     Raises:
-        ConfigError: The cluster is too small for the workers and does not grow in
-            time.
+        ConfigError: The cluster is too small for the workers and does not grow in time.
     """
-    workers, here = config.compute.num_workers, _free(to_dict(config))
+    workers, here = config.compute.num_workers, _free_on_node(to_dict(config))
     if not workers or not cluster_address():
         return here
     with connect() as ray:
@@ -200,7 +224,7 @@ def free_memory(config: Config) -> "FreeMemory":
             store=min((int(store) for store in stores if store), default=None)
         )
         options = {"num_cpus": each["CPU"], "num_gpus": each.get("GPU", 0)}
-        ask = ray.remote(scheduling_strategy="SPREAD", **options)(_free)
+        ask = ray.remote(scheduling_strategy="SPREAD", **options)(_free_on_node)
         pending = [ask.remote(to_dict(config)) for _ in range(workers)]
         done, waiting = ray.wait(pending, num_returns=workers, timeout=ASK_S)
         for task in waiting:
@@ -216,23 +240,39 @@ def free_memory(config: Config) -> "FreeMemory":
         )
 
 
-def _free(tree: Mapping[str, Any]) -> "FreeMemory":
-    """Return the free memory of this node, for a configuration that is a plain dict."""
+def _free_on_node(tree: Mapping[str, Any]) -> "FreeMemory":
+    """Return the free memory in bytes of the machine on which this is called.
+
+    It is called in this process, and on other nodes in a task of Ray.
+
+    Args:
+        tree: The configuration of the run as a nested dict.
+
+    Returns:
+        ``host``, the free main memory; and ``device``, a worker's share of the free GPU
+        memory, None if the run would not use a GPU here. The other values are None.
+    """
     from uno.session import resources
 
     return resources.free_memory(Config.model_validate(tree))
 
 
 def startup_timeout_s(config: Config) -> float:
-    """Return how many seconds to wait for nodes at the start of a command.
+    """Return how many seconds a command waits for nodes of a cluster when it starts.
 
-    It is 0 if this command starts its own cluster, because that does not grow.
+    These are ``compute.wait_minutes`` of the configuration. It is 0 if the command
+    starts a private cluster on this machine, which cannot grow.
     """
     return 60 * config.compute.wait_minutes if cluster_address() else 0.0
 
 
-def _usual(config: Config) -> Resources:
-    """Return the resources of a worker for a cluster whose size is not known."""
+def _default_resources(config: Config) -> Resources:
+    """Return the resources that a worker asks for before the cluster's size is known.
+
+    Returns:
+        ``CPU``: ``compute.cpus_per_worker``, or 1 if that is None. Only if
+        ``compute.device`` is ``cuda``, also ``GPU``: ``compute.gpus_per_worker``.
+    """
     usual = {"CPU": config.compute.cpus_per_worker or 1.0}
     return usual | (
         {"GPU": config.compute.gpus_per_worker}
@@ -242,19 +282,24 @@ def _usual(config: Config) -> Resources:
 
 
 def check_shares(config: Config, each: Resources | None = None) -> None:
-    """Check that workers that train together do not share a GPU.
+    """Check that several workers that train together do not share GPUs.
 
-    NCCL refuses that ("Duplicate GPU").
+    NCCL refuses ranks that share a GPU ("Duplicate GPU"). A single worker, and workers
+    without GPUs, are always accepted.
 
     Args:
-        config: The configuration of the run.
-        each: The resources of a worker; by default those that are known before the
-            cluster is.
+        config: The configuration of the run, with the number of workers.
+        each: The amount of each resource for a worker, by its name (``CPU``, ``GPU``);
+            None for the amounts that the configuration asks for, before the cluster is
+            known.
 
     Raises:
-        ConfigError: They would share a GPU.
+        ConfigError: There are several workers, each with less than one GPU.
     """
-    workers, share = config.compute.num_workers, (each or _usual(config)).get("GPU", 1)
+    workers, share = (
+        config.compute.num_workers,
+        (each or _default_resources(config)).get("GPU", 1),
+    )
     if workers > 1 and share < 1:
         raise ConfigError(
             f"{plural(workers, 'worker')} of {share:g} GPUs would share GPUs; NCCL"
@@ -263,15 +308,19 @@ def check_shares(config: Config, each: Resources | None = None) -> None:
 
 
 def with_decoding(config: Config, each: Resources) -> Resources:
-    """Return the resources of workers on GPUs that stream, with CPUs for decoding.
+    """Give GPU workers that stream their images more CPUs, with which they decode.
 
-    A worker gets an equal share of the CPUs of its node, on the node that has least.
-    ``compute.cpus_per_worker`` has priority. Workers on CPUs compute with all cores,
-    and get nothing more.
+    A worker gets an equal share of the CPUs of its node: as many workers share a node
+    as its GPUs allow. Of all nodes that have a GPU for a worker the smallest share
+    counts. Nothing changes for workers without a GPU, which compute with all cores
+    anyway, and if ``compute.cpus_per_worker`` is set.
 
     Args:
         config: The configuration of the run.
-        each: The resources of each worker.
+        each: The amount of each resource for a worker, by its name (``CPU``, ``GPU``).
+
+    Returns:
+        The amounts with the new number of CPUs, which is never smaller than before.
     """
     import ray
 

@@ -34,6 +34,7 @@ ENVIRONMENT = {
     "RAY_SCHEDULER_EVENTS": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
+RAYS_OWN_WARNING = "ignore:`ExecutionOptions.exclude_resources` is deprecated"
 # It is disabled for a private cluster, and not changed for others.
 AUTH_MODE = "RAY_AUTH_MODE"
 
@@ -45,13 +46,14 @@ def connect(
     """Connect to a Ray cluster during a ``with`` block.
 
     The cluster is that of :func:`cluster_address`. Without one, a private cluster is
-    started on this machine and ended with the block. An existing connection is used and
-    left open.
+    started on this machine and ended with the block. If this process is connected to
+    Ray already, that connection is used and left open.
 
     Args:
-        store_bytes: The size of the object store of a private cluster; None for Ray's
-            default.
-        workers: The number of workers, which is printed for the user; 0 prints nothing.
+        store_bytes: The size in bytes of the object store of a private cluster; None
+            for Ray's default.
+        workers: The number of workers in the line that is printed for the user; 0
+            prints no line.
         keep_idle: Whether a private cluster keeps idle processes of tasks, one for each
             CPU. Otherwise a process ends a second after its last task.
 
@@ -61,7 +63,7 @@ def connect(
     Raises:
         ConfigError: Ray is not installed, the cluster does not answer, or Ray cannot
             start.
-        Interrupted: A signal came while Ray was starting.
+        Interrupted: SIGTERM came while Ray was starting.
     """
     address = cluster_address()
     for name, value in (
@@ -107,6 +109,9 @@ def connect(
             )
             place = {"RAY_TMPDIR": os.environ.get("RAY_TMPDIR", tempfile.gettempdir())}
             place["TMPDIR"] = until.enter_context(own)
+            # The controller of Ray Train warns of an option that only Ray itself sets.
+            mine = os.environ.get("PYTHONWARNINGS", "")
+            place["PYTHONWARNINGS"] = f"{mine},{RAYS_OWN_WARNING}".lstrip(",")
         late = _start(ray, address, options, place)
         until.callback(ray.shutdown)
         for number in late:
@@ -120,15 +125,20 @@ def _start(
     """Call ``ray.init``, and keep signals from Ray's processes meanwhile.
 
     A terminal sends Ctrl-C and SIGHUP to Ray's processes as well, which would end them.
+    Ray sets a handler for SIGTERM; if this process had one of its own, that one is set
+    again.
 
     Args:
         ray: The module.
-        address: The address of the cluster, for errors; None for a private one.
-        options: The arguments of ``ray.init``.
-        variables: Environment variables of Ray's processes only.
+        address: The address of the cluster, for error messages; None for a private
+            cluster.
+        options: The keyword arguments of ``ray.init``.
+        variables: Environment variables that Ray's processes get, and that this process
+            has only during the call.
 
     Returns:
-        The signals that came meanwhile.
+        The numbers of the signals that came meanwhile: SIGINT and SIGHUP. The caller
+        raises them again.
 
     Raises:
         ConfigError: The cluster cannot be reached, or Ray does not start.
@@ -155,7 +165,7 @@ def _start(
         raise Interrupted("stopped while Ray was starting") from None
     except (ConnectionError, ray.exceptions.AuthenticationError) as error:
         raise ConfigError(
-            f"cannot reach the Ray cluster at {address}: {_with_tokens(error)}"
+            f"cannot reach the Ray cluster at {address}: {_with_token_advice(error)}"
         ) from None
     except Exception as error:  # Ray has no class for this error
         if "AF_UNIX path length" in str(error):
@@ -179,10 +189,12 @@ def _start(
     return late
 
 
-def _with_tokens(error: Exception) -> str:
-    """Return the error of a failed connection on one line, with a hint at tokens.
+def _with_token_advice(error: Exception) -> str:
+    """Return the error of a failed connection to a cluster as one line, with advice.
 
-    A missing or wrong token is the usual cause, and Ray's own text does not name it.
+    The advice says how to set the token of a cluster with token authentication
+    (``RAY_AUTH_MODE=token``). A missing or wrong token is the usual cause, and Ray's
+    own text does not name it.
     """
     mode = os.environ.get(AUTH_MODE, "")
     if mode.lower() != "token":
@@ -198,33 +210,37 @@ def _with_tokens(error: Exception) -> str:
 
 
 def cluster_address() -> str | None:
-    """Return the address of the cluster that a command works on.
+    """Return the address of the running Ray cluster that a command uses, or None.
 
     It is ``RAY_ADDRESS``, which is set in Ray jobs. Otherwise it is a cluster that
-    ``ray start`` has started on this machine, as for Ray's own commands. None means
-    that a private cluster is started. ``RAY_ADDRESS=local`` asks for that.
+    ``ray start`` has started on this machine, as for Ray's own commands, if it accepts
+    a connection. None means that the command starts a private cluster on this machine;
+    ``RAY_ADDRESS=local`` asks for that.
     """
     given = os.environ.get(ADDRESS)
     if given:
         return None if given == "local" else given
     found = current_cluster()
-    return found if found and _silence(found, 1) is None else None
+    return found if found and _connection_error(found, 1) is None else None
 
 
 def in_thread(
     function: Callable[[], T], on_poll: Callable[[], None] = lambda: None
 ) -> T:
-    """Call a function in a thread, and return its result.
+    """Call a function in a new thread, wait for it, and return its result.
 
-    Off the main thread Ray does not change signal handlers.
+    It is used for functions of Ray that change signal handlers if they run in the main
+    thread.
 
     Args:
         function: The function. An error that it raises is raised here.
-        on_poll: Is called in this thread every half second meanwhile.
+        on_poll: Is called in the calling thread every half second during the wait. An
+            error that it raises ends the wait, but not the thread.
     """
     result: Future[T] = Future()
 
     def body() -> None:
+        """Store the function's result, or its error, for the waiting thread."""
         try:
             result.set_result(function())
         except BaseException as error:
@@ -238,13 +254,14 @@ def in_thread(
 
 
 def check_address(address: str) -> None:
-    """Check that somebody listens at ``host:port``.
+    """Check that a Ray cluster accepts connections at an address ``host:port``.
 
-    Ray itself would try for minutes, without a message.
+    Ray itself would try for minutes, without a message. An address of another form is
+    accepted without a check, except for that of a dashboard.
 
     Raises:
-        ConfigError: Nobody answers within 10 s, or the address is that of the
-            dashboard, which only ``ray job submit`` takes.
+        ConfigError: The address does not accept a connection within 10 s, or it is the
+            ``http://`` address of a dashboard, which only ``ray job submit`` takes.
     """
     if address.startswith(("http://", "https://")):
         raise ConfigError(
@@ -252,21 +269,21 @@ def check_address(address: str) -> None:
             f" {ADDRESS}=HOST:6379, or submit the command by `ray job submit --address"
             f" {address}`"
         )
-    if (error := _silence(address, 10)) is not None:
+    if (error := _connection_error(address, 10)) is not None:
         advice = f"{ADDRESS}=local starts one on this machine"
         raise ConfigError(
             f"no Ray cluster answers at {ADDRESS}={address} ({error}); {advice}"
         )
 
 
-def _silence(address: str, seconds: float) -> Exception | None:
-    """Return the error of a connection to ``host:port``, or None if it succeeds.
+def _connection_error(address: str, seconds: float) -> Exception | None:
+    """Try to connect to an address; return the error, or None if it succeeds.
 
-    An address of another form is not tried, and gives None.
+    An address of another form than ``host:port`` is not tried, and gives None.
 
     Args:
         address: The address.
-        seconds: The timeout.
+        seconds: The longest wait for the connection.
     """
     host, _, port = address.rpartition(":")
     if host and "/" not in host and port.isdigit():
@@ -278,17 +295,20 @@ def _silence(address: str, seconds: float) -> Exception | None:
 
 
 def worker_resources(config: Config, cluster: dict[str, float]) -> dict[str, float]:
-    """Return the resources of each worker, so that one CPU is left for Ray Data.
+    """Return the resources of a training worker; one CPU is left for Ray Data.
 
     Args:
-        config: The configuration of the run.
-        cluster: The resources of the cluster, as Ray counts them.
+        config: The configuration of the run, with the number of workers.
+        cluster: The amount of each resource of the whole cluster, by Ray's name of it
+            (``CPU``, ``GPU``).
 
     Returns:
-        ``CPU``, and with GPUs also ``GPU``.
+        ``CPU``: ``compute.cpus_per_worker``, by default an equal share of the other
+        CPUs, but at most 1. ``GPU``, only if workers use GPUs (see :func:`use_gpu`):
+        ``compute.gpus_per_worker``.
 
     Raises:
-        ConfigError: The cluster lacks them.
+        ConfigError: The cluster has too few CPUs or GPUs for all workers.
     """
     workers, total = config.compute.num_workers, cluster.get("CPU", 0)
     cpus = config.compute.cpus_per_worker or min(1.0, (total - 1) / workers)
@@ -311,17 +331,20 @@ def worker_resources(config: Config, cluster: dict[str, float]) -> dict[str, flo
 
 
 def task_request(config: Config, cluster: dict[str, float]) -> dict[str, float]:
-    """Return the resources of a task that is not a training worker.
+    """Return the resources of a Ray task that computes but is not a training worker.
 
     Args:
         config: The configuration of the run.
-        cluster: The resources of the cluster, as Ray counts them.
+        cluster: The amount of each resource of the whole cluster, by Ray's name of it
+            (``CPU``, ``GPU``).
 
     Returns:
-        ``num_cpus`` and ``num_gpus``.
+        ``num_cpus``, which is 1; and ``num_gpus``, which is ``compute.gpus_per_worker``
+        if workers use GPUs (see :func:`use_gpu`), and else 0. ``ray.remote`` takes
+        both.
 
     Raises:
-        ConfigError: The cluster lacks them.
+        ConfigError: The cluster has too few CPUs or GPUs for a single task.
     """
     gpus = config.compute.gpus_per_worker if use_gpu(config, cluster) else 0
     if cluster.get("GPU", 0) < gpus:
@@ -334,10 +357,16 @@ def task_request(config: Config, cluster: dict[str, float]) -> dict[str, float]:
 
 
 def use_gpu(config: Config, cluster: dict[str, float]) -> bool:
-    """Return whether workers run on GPUs.
+    """Return whether the workers of a run use GPUs.
 
-    ``compute.device`` says so. ``auto`` means GPUs if the cluster has any, unless
-    ``compute.gpus_per_worker`` is 0.
+    If ``compute.device`` is ``cuda`` they do, and if it is ``cpu`` they do not. With
+    ``auto`` they do if the cluster has any GPU, unless ``compute.gpus_per_worker`` is
+    0.
+
+    Args:
+        config: The configuration of the run.
+        cluster: The amount of each resource of the whole cluster, by Ray's name of it
+            (``CPU``, ``GPU``).
     """
     if config.compute.device == "auto":
         return cluster.get("GPU", 0) > 0 and config.compute.gpus_per_worker > 0

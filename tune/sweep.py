@@ -1,6 +1,7 @@
-"""The command ``uno tune``: its options; :mod:`tune.driver` does the work.
+"""Declare the command ``uno tune``, a hyperparameter search (a sweep), and its options.
 
-The two are apart so that ``--help`` does not import PyTorch or Ray.
+:mod:`tune.driver` does the work. The two are apart so that ``--help`` does not import
+PyTorch or Ray.
 """
 
 from collections.abc import Sequence
@@ -69,7 +70,13 @@ configuration unchanged. The same command again continues a sweep that was stopp
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run or continue a sweep, and return the exit code."""
+    """Run or continue the sweep of a command line, and return the exit code 0.
+
+    With ``--report`` only the report of a sweep is written, with the results so far.
+
+    Args:
+        argv: The arguments after ``uno tune``.
+    """
     options = parse(argv, TUNE)
     from tune import driver
 

@@ -1,4 +1,4 @@
-"""The state of training, and a training step: forward pass, loss, SGD update."""
+"""The state of training, and one training step: forward pass, loss, SGD update."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,7 +26,8 @@ class TrainState:
     Attributes:
         model: The model.
         forward: The model, or its DDP wrapper.
-        optimizer: The optimizer of the trained parameters.
+        optimizer: The optimizer of the trained parameters, None in a phase without
+            epochs.
         device: The device of the model.
         autocast: Whether forward passes use bfloat16.
         epoch_losses: Sum of the cluster loss of each of H heads over this worker's
@@ -50,7 +51,7 @@ class TrainState:
 
     model: UnoModel
     forward: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer | None
     device: torch.device
     autocast: bool
     epoch_losses: Tensor
@@ -86,12 +87,10 @@ def new_state(
     autocast: bool,
     encoder_lr_factor: float = 1.0,
 ) -> TrainState:
-    """Return the state at step 0, with SGD as in the paper.
+    """Create the state of training at step 0 of a phase, with a new optimizer.
 
-    Only parameters that are not frozen are trained. The fused kernel skips steps with
-    gradients that are not finite without synchronizing the device. Checkpoints hold all
-    tensors that the optimizer keeps for a parameter, so another optimizer needs a
-    change in this function alone.
+    A phase without epochs has no optimizer: PyTorch imports its compiler when it makes
+    one, which takes seconds.
 
     Args:
         model: The model.
@@ -99,6 +98,39 @@ def new_state(
         phase: The settings of the phase: learning rate, momentum and weight decay.
         device: The device of the model.
         autocast: Whether forward passes use bfloat16.
+        encoder_lr_factor: Learning rate of the encoder, as a multiple of that of the
+            heads.
+    """
+    optimizer = (
+        make_optimizer(model, phase, encoder_lr_factor) if phase.epochs else None
+    )
+    num_heads = model.num_heads if model.num_novel else 1
+    return TrainState(
+        model,
+        forward,
+        optimizer,
+        device,
+        autocast,
+        epoch_losses=torch.zeros(num_heads + 1, dtype=torch.float64, device=device),
+        head_losses=torch.full((num_heads,), float("inf"), device=device),
+        window_loss=torch.zeros(2, dtype=torch.float64, device=device),
+        skipped=torch.zeros((), device=device),
+    )
+
+
+def make_optimizer(
+    model: UnoModel, phase: PhaseConfig, encoder_lr_factor: float
+) -> torch.optim.Optimizer:
+    """Create the SGD optimizer of the paper, for the parameters that are not frozen.
+
+    The momentum buffers are zeros. The fused kernel skips steps with gradients that are
+    not finite without synchronizing the device. Checkpoints hold all tensors that the
+    optimizer keeps for a parameter, so another optimizer needs a change in this
+    function alone.
+
+    Args:
+        model: The model.
+        phase: The settings of the phase: learning rate, momentum and weight decay.
         encoder_lr_factor: Learning rate of the encoder, as a multiple of that of the
             heads.
     """
@@ -122,47 +154,52 @@ def new_state(
         # The fused kernel would create the buffers in the first step, and leave them
         # uninitialized if it skips that step.
         optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-    num_heads = model.num_heads if model.num_novel else 1
-    return TrainState(
-        model,
-        forward,
-        optimizer,
-        device,
-        autocast,
-        epoch_losses=torch.zeros(num_heads + 1, dtype=torch.float64, device=device),
-        head_losses=torch.full((num_heads,), float("inf"), device=device),
-        window_loss=torch.zeros(2, dtype=torch.float64, device=device),
-        skipped=torch.zeros((), device=device),
-    )
+    return optimizer
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that are not frozen, by name."""
+    """Return the parameters of a model that are not frozen, by name."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def state_tensors(state: TrainState) -> dict[str, Tensor]:
-    """Return all tensors that a run needs to continue bit for bit, by name.
+    """Return all tensors of a state that a checkpoint must hold, by name.
 
-    The names begin with "model/", "optimizer/" or "extra/", or are those in
-    :data:`COUNTERS`. The tensors are not copied.
+    A run that resumes from them continues bit for bit. The names begin with "model/"
+    (weights and buffers), "optimizer/" or "extra/" (tensors that the method keeps), or
+    are those in :data:`COUNTERS` (running losses and skipped steps). The tensors are
+    not copied.
     """
     tensors = {
         f"model/{name}": tensor for name, tensor in state.model.state_dict().items()
     }
-    for name, parameter in trained_parameters(state.model).items():
-        kept = state.optimizer.state[parameter]
+    for name, kept in _optimizer_tensors(state).items():
         tensors |= {f"optimizer/{name}/{key}": tensor for key, tensor in kept.items()}
     tensors |= {f"extra/{name}": tensor for name, tensor in state.extra.items()}
     return tensors | {name: getattr(state, name) for name in COUNTERS}
 
 
+def _optimizer_tensors(state: TrainState) -> dict[str, dict[str, Tensor]]:
+    """Return the tensors that the optimizer keeps, such as momentum buffers.
+
+    Returns:
+        By the name of each parameter that is not frozen, a mapping of tensors by the
+        optimizer's names, such as "momentum_buffer"; empty without an optimizer.
+    """
+    if state.optimizer is None:
+        return {}
+    return {
+        name: state.optimizer.state[parameter]
+        for name, parameter in trained_parameters(state.model).items()
+    }
+
+
 def load_state_(state: TrainState, tensors: dict[str, Tensor], step: int) -> None:
-    """Load the tensors of a checkpoint, see :func:`state_tensors`, into ``state``.
+    """Load the tensors of a checkpoint into the state of training, in place.
 
     Args:
         state: The state of a model of the same shape. It is updated.
-        tensors: The tensors of the checkpoint, by name.
+        tensors: The tensors of the checkpoint, by the names of :func:`state_tensors`.
         step: The number of optimizer steps before the checkpoint.
 
     Raises:
@@ -170,8 +207,8 @@ def load_state_(state: TrainState, tensors: dict[str, Tensor], step: int) -> Non
         RuntimeError: A tensor has another shape.
     """
     state.model.load_state_dict(with_prefix(tensors, "model/"))
-    for name, parameter in trained_parameters(state.model).items():
-        for key, tensor in state.optimizer.state[parameter].items():
+    for name, kept in _optimizer_tensors(state).items():
+        for key, tensor in kept.items():
             tensor.copy_(tensors[f"optimizer/{name}/{key}"])
     for name in COUNTERS:
         getattr(state, name).copy_(tensors[name])
@@ -245,6 +282,7 @@ def take_step(
     loss = loss_function(state, batch, config)
     if not isinstance(loss, Loss):
         loss = Loss(loss, loss.unsqueeze(0))
+    assert state.optimizer is not None
     state.optimizer.zero_grad(set_to_none=True)
     loss.total.backward()
     grads = [p.grad for p in state.model.parameters() if p.grad is not None]
@@ -265,9 +303,17 @@ def take_step(
 
 
 def forward(state: TrainState, batch: Batch) -> Logits:
-    """Normalize the prototypes of the model, then compute the logits of all views.
+    """Compute the logits of all views of a batch, for training.
 
-    The forward pass uses bfloat16 if ``state.autocast``.
+    The prototypes of the model are scaled to length one first, in place. The forward
+    pass uses bfloat16 if ``state.autocast``.
+
+    Args:
+        state: The state of training, with the model.
+        batch: The batch of V views.
+
+    Returns:
+        Cosines of all rows with the prototypes of all heads, and their features.
     """
     state.model.normalize_prototypes_()
     with torch.autocast(state.device.type, torch.bfloat16, enabled=state.autocast):

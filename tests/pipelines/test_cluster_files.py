@@ -20,7 +20,7 @@ from tests.processes import below, running
 pytestmark = pytest.mark.ray
 
 
-@pytest.mark.parametrize("name", ["cluster.yaml", "cluster-p5.yaml"])
+@pytest.mark.parametrize("name", ["cluster.yaml", "deploy/cluster-p5.yaml"])
 def test_the_cluster_files_fit_rays_schema(name):
     """As ``ray up`` would read them; Ray's own check does not compare the worker
     counts.
@@ -109,7 +109,7 @@ def test_the_fake_cluster_grows_for_a_job(tmp_path):
     workers train.
     """
     address = f"127.0.0.1:{free_port()}"
-    text = (ROOT / "cluster-fake.yaml").read_text()
+    text = (ROOT / "deploy/cluster-fake.yaml").read_text()
     assert "gcs_address: 127.0.0.1:6399" in text
     (tmp_path / "cluster.yaml").write_text(text.replace("127.0.0.1:6399", address))
     own = {
@@ -164,7 +164,7 @@ def test_the_fake_cluster_grows_for_a_job(tmp_path):
             timeout=200,
         )
         assert done.returncode == 0, done.stderr
-        assert "waiting up to 30 minutes for nodes: need 2 workers with" in done.stdout
+        assert "waiting for 2 workers with" in done.stdout
         assert f"finished: {tmp_path / 'run'}" in done.stdout
     finally:
         end_processes_of([head], address)

@@ -17,7 +17,7 @@ from pipelines.options import parse
 from tests.pages import page, section
 from tests.pipelines.small import ROOT
 
-AWS_FILES = ("cluster.yaml", "cluster-p5.yaml")
+AWS_FILES = ("cluster.yaml", "deploy/cluster-p5.yaml")
 PAGE = page("docs/deploy/aws.md")
 SUBMITTED = {"docs/deploy/ray.md": "Submit a job", "docs/deploy/aws.md": "Steps"}
 RAY_VERSION = re.search(r"^ray==(\S+)", (ROOT / "constraints.txt").read_text(), re.M)[1]
@@ -214,7 +214,7 @@ def test_nodes_have_rights_an_image_a_group_and_one_zone(name):
 
 
 def test_a_p5_has_a_network_card_for_each_of_its_32():
-    _, _, workers = nodes("cluster-p5.yaml")
+    _, _, workers = nodes("deploy/cluster-p5.yaml")
     cards = workers["gpu"]["node_config"]["NetworkInterfaces"]
     assert [card["NetworkCardIndex"] for card in cards] == list(range(32))
     assert [card["DeviceIndex"] for card in cards] == [0] + [1] * 31
@@ -312,7 +312,7 @@ def test_the_image_has_the_tested_ray_the_extras_and_what_efa_loads():
     """Kills: `uno tune --search optuna` and timm: encoders that end with "pip install"
     on a cluster; a plugin for EFA that NCCL cannot load, and says so nowhere.
     """
-    text = (ROOT / "Dockerfile").read_text()
+    text = (ROOT / "deploy/Dockerfile").read_text()
     assert f"\nFROM rayproject/ray:{RAY_VERSION}-py311-gpu\n" in text
     extras = re.search(r"/home/ray/uno\[([\w,]+)\]", text)[1].split(",")
     assert {"ray", "optuna", "timm"} <= {*extras}
@@ -321,7 +321,7 @@ def test_the_image_has_the_tested_ray_the_extras_and_what_efa_loads():
 
 def test_the_kubernetes_manifest_has_the_keys_of_its_api():
     """KubeRay's ray.io/v1 types and the names that its objects must share."""
-    claim, job = yaml.safe_load_all((ROOT / "rayjob.yaml").read_text())
+    claim, job = yaml.safe_load_all((ROOT / "deploy/rayjob.yaml").read_text())
     assert (claim["kind"], job["apiVersion"], job["kind"]) == (
         "PersistentVolumeClaim",
         "ray.io/v1",
@@ -394,16 +394,16 @@ def submissions():
         plain = re.sub(r"^# ?", "", text, flags=re.M).replace("\\\n", " ")
         for words in re.findall(r"python -m (pipelines .+)", plain):
             yield ("cluster.yaml" if name in SUBMITTED else name), shlex.split(words)
-    job = list(yaml.safe_load_all((ROOT / "rayjob.yaml").read_text()))[1]
+    job = list(yaml.safe_load_all((ROOT / "deploy/rayjob.yaml").read_text()))[1]
     yield (
-        "rayjob.yaml",
+        "deploy/rayjob.yaml",
         shlex.split(job["spec"]["entrypoint"].partition("python -m ")[2]),
     )
 
 
 def mounts(name):
     """Directories that every node of a file shares."""
-    if name == "rayjob.yaml":
+    if name == "deploy/rayjob.yaml":
         job = list(yaml.safe_load_all((ROOT / name).read_text()))[1]
         group = job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"]
         claims = {v["name"] for v in group["volumes"] if "persistentVolumeClaim" in v}

@@ -1,16 +1,21 @@
 """An encoder's weights from files of every kind, and what its maker says of it."""
 
 import io
+import json
 import pickle
 import re
 from urllib.error import URLError
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from PIL import Image
 
 from tests.uno.small_run import small_config
 from tests.uno.test_encoder import TOYS, encoder_of
+from uno.augment import eval_view
+from uno.data.decode import decode
 from uno.data.files import Storage
 from uno.encoders import weights
 from uno.encoders.build import build_encoder
@@ -184,6 +189,120 @@ def test_descriptions_of_timm(name, size, store, weights):
         weights,
     )
     assert (found.license, found.interpolation) == ("apache-2.0", "bicubic")
+
+
+def timm_encoder(name, **options):
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    return timm.create_model(name, num_classes=0, **options).eval()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vit_small_patch14_reg4_dinov2.lvd142m",
+        "vit_small_patch16_dinov3.lvd1689m",
+        "vit_base_patch32_siglip_256.v2_webli",
+        "vit_xsmall_patch16_clip_224.tinyclip_yfcc15m",
+    ],
+)
+def test_features_of_todays_encoders_are_those_of_timm(name):
+    """The size, resizing, crop, normalization and pooling are the encoder's own."""
+    theirs = timm_encoder(name)
+    from timm.data import create_transform, resolve_data_config
+
+    about = describe_encoder(f"timm:{name}")
+    picture = Image.fromarray(
+        np.random.default_rng(0).integers(
+            256, size=(about.size, about.size, 3), dtype="u1"
+        )
+    )
+    expected = create_transform(**resolve_data_config({}, model=theirs))(picture)
+    settings = about.settings()
+    stored = decode(
+        np.asarray(picture),
+        settings["data.stored_size"],
+        settings["data.interpolation"],
+    )
+    view = eval_view(
+        torch.tensor(stored)[None],
+        settings["augment.large.size"],
+        settings["data.mean"],
+        settings["data.std"],
+    )
+    ours = encoder_of(f"timm:{name}").eval()
+    ours.load_state_dict(theirs.state_dict())
+    with torch.inference_mode():
+        torch.testing.assert_close(
+            ours(view), theirs(expected[None]), atol=1e-5, rtol=1e-5
+        )
+    assert ours.num_features == theirs.num_features
+
+
+def test_a_vision_transformer_takes_the_image_size_of_the_user():
+    name, views = "vit_small_patch14_dinov2.lvd142m", torch.randn(2, 3, 112, 112)
+    theirs, ours = timm_encoder(name), encoder_of(f"timm:{name}").eval()
+    ours.load_state_dict(theirs.state_dict())
+    theirs.set_input_size(112)
+    with torch.inference_mode():
+        torch.testing.assert_close(ours(views), theirs(views), atol=1e-5, rtol=1e-5)
+
+
+@pytest.fixture
+def hub_cache(tmp_path, monkeypatch):
+    """Use the cache of the Hugging Face Hub below ``tmp_path``, and no network.
+
+    Returns the folder of the files of the repository lab/cells.
+    """
+    pytest.importorskip("timm")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    repository = tmp_path / "models--lab--cells"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("1a2b")
+    (repository / "snapshots" / "1a2b").mkdir(parents=True)
+    return repository / "snapshots" / "1a2b"
+
+
+def test_a_repository_of_the_hub_gives_an_encoder_and_its_weights(hub_cache):
+    about = {"input_size": [3, 96, 96], "mean": [0.7] * 3, "std": [0.2] * 3}
+    about |= {"license": "cc-by-nc-4.0", "crop_pct": 1.0, "interpolation": "bilinear"}
+    content = {
+        "architecture": "test_vit",
+        "model_args": {"init_values": 1e-5},
+        "pretrained_cfg": about,
+    }
+    (hub_cache / "config.json").write_text(json.dumps(content))
+    name = "timm:hf-hub:lab/cells"
+    found = describe_encoder(name)
+    assert (found.size, found.mean, found.license) == (96, (0.7,) * 3, "cc-by-nc-4.0")
+    encoder = encoder_of(name)
+    assert "blocks.0.ls1.gamma" in encoder.state_dict()
+    assert encoder(torch.zeros(1, 3, 96, 96)).shape == (1, encoder.num_features)
+    (hub_cache / "model.safetensors").write_bytes(
+        safetensors.torch.save(encoder.state_dict())
+    )
+    fetched = safetensors.torch.load(fetch_pretrained(name))
+    assert fetched.keys() == encoder.state_dict().keys()
+    assert all(fetched[k].equal(v) for k, v in encoder.state_dict().items())
+    same = describe_encoder("timm:hf-hub:timm/test_vit.r160_in1k")
+    assert same == describe_encoder("timm:test_vit.r160_in1k")
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        ({"model_type": "dinov2"}, r"not a repository of timm's.*package\.module"),
+        ({"architecture": "no_such_vit"}, "timm has no 'no_such_vit'"),
+        (None, "config.json cannot be downloaded.*copy another machine's cache"),
+    ],
+)
+def test_a_repository_without_an_encoder_of_timm_is_one_line(hub_cache, content, line):
+    if content is not None:
+        (hub_cache / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=line) as error:
+        encoder_of("timm:hf-hub:lab/cells")
+    assert "\n" not in str(error.value)
 
 
 def test_an_encoder_that_takes_other_images_is_one_line():

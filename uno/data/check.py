@@ -3,10 +3,9 @@
 import hashlib
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,13 +14,11 @@ from uno.data.decode import (
     BadImage,
     brightness,
     decoded,
-    ok_mask,
-    pieces,
-    read_header,
+    map_images,
 )
 from uno.data.embeddings import equal_rows
 from uno.data.files import read_bytes
-from uno.data.images import Image, Images, content_of, evenly_spaced, row_names
+from uno.data.images import Image, content_of, evenly_spaced, row_names
 from uno.data.sampling import by_windows, largest_batch, make_plan, make_pretrain_plan
 from uno.data.splits import Task, missing_labels, train_rows
 from uno.data.stream import window_rows
@@ -33,8 +30,6 @@ from uno.text import plural
 MIN_ROWS_PER_CLUSTER = 2.6
 # bytes of images that are compared by ``uno data check``, and by a run
 MAX_HASHED_BYTES, MAX_HASHED_BYTES_OF_RUN = 2 * 2**30, 256 * 2**20
-HASHERS = 8  # threads that read and hash images
-NUM_HEADERS = 64  # images whose headers are read
 NUM_BRIGHTNESS = 16  # images whose brightness is measured
 DARK = 64  # images are nearly black if their brightest pixel is below this, of 255
 SHRUNK = 3  # factor by which the shorter side may be reduced without a warning
@@ -46,8 +41,6 @@ NUM_NAMED = 5  # names that a message lists
 SORTED = 1.25
 BATCH = 32  # images that are decoded between two looks at the clock
 CHECK_SECONDS = 60.0  # time for decoding in ``uno data check`` and in a dry run
-
-Found = TypeVar("Found")
 
 
 class Problem(NamedTuple):
@@ -90,18 +83,16 @@ def check(
         read_images: Whether images are read at all. A run that resumes with unchanged
             data has checked them before.
     """
-    vectors = task.rows.images.vectors(np.arange(len(task.rows)))
-    ok = None if vectors is None else ok_mask(vectors[1])
-    headers, of_images = list[tuple[str, int, int]](), list[Problem]()
+    ok, of_images = task.rows.usable, list[Problem]()
     if read_images:
-        headers, bad = read_headers(task)
+        headers, bad, num_checked = task.rows.headers
         if seconds:
             ok, of_images = _decode_within(task, config, seconds)
         elif bad:
-            num_checked = len(headers) + len(bad) if vectors is None else len(task.rows)
+            row, reason = next(iter(bad.items()))
             text = (
                 f"{len(bad)} of a sample of {num_checked} images are unreadable, e.g."
-                f" {bad[0]}"
+                f" {_describe_row(task, row)}: {reason}"
             )
             of_images = [
                 Problem("warning" if len(bad) < num_checked else "error", text)
@@ -172,7 +163,12 @@ def check_row_numbers(
 
 
 def _list_some(names: list[str], separator: str = ", ") -> str:
-    """Join the first :data:`NUM_NAMED` names, with "..." at the end for the others."""
+    """Join the first names to a list in a message, with "..." for the others.
+
+    Args:
+        names: The names, of which :data:`NUM_NAMED` are shown.
+        separator: The text between two names.
+    """
     more = ["..."] if len(names) > NUM_NAMED else []
     return separator.join(names[:NUM_NAMED] + more)
 
@@ -227,7 +223,7 @@ def format_report(task: Task, problems: list[Problem], size: int | None = None) 
     Returns:
         Plain text of several lines.
     """
-    rows, headers = task.rows, read_headers(task)[0]
+    rows, headers = task.rows, task.rows.headers.readable
     lines = [
         f"source       {rows.source}",
         f"fingerprint  {rows.fingerprint}",
@@ -245,8 +241,8 @@ def format_report(task: Task, problems: list[Problem], size: int | None = None) 
         )
         sizes = f"{sides[0][1]} to {sides[-1][1]} pixels"
         lines.append(f"sizes        {sizes} ({formats}; sample of {len(headers)})")
-    if (vectors := rows.images.vectors(np.arange(0))) is not None:
-        lines.append(f"used         as vectors of {vectors[0].shape[2]} numbers")
+    if rows.vectors is not None:
+        lines.append(f"used         as vectors of {rows.vectors[0].shape[2]} numbers")
     elif size is not None:
         lines.append(f"used         as {size} x {size} pixels (--data.stored-size)")
     names = [printable(name) for name in task.known + task.novel] + ["(no truth)"]
@@ -393,6 +389,10 @@ def _check_order(task: Task, config: Config) -> Iterator[Problem]:
     The mean share of the most frequent class in batches of this order is compared with
     that in batches of shuffled rows, for labeled and for unlabeled rows. Images that
     are not streamed, or are read one by one, are not checked.
+
+    Args:
+        task: The rows and their classes.
+        config: The configuration of the run.
     """
     images = task.rows.images
     if images.groups(np.arange(0)) is None or config.data.loading != "streaming":
@@ -493,12 +493,13 @@ def _check_sizes(
 def _check_brightness(task: Task) -> Iterator[Problem]:
     """Yield a warning if a sample of images is nearly black.
 
-    This happens when 12-bit values are stored in 16-bit files.
+    This happens when 12-bit values are stored in 16-bit files. A source of vectors is
+    not checked.
     """
     images = task.rows.images
-    if images.vectors(np.arange(0)) is not None:
+    if task.rows.vectors is not None:
         return
-    outcomes = _map_images(
+    outcomes = map_images(
         images, evenly_spaced(NUM_BRIGHTNESS, len(images)), brightness
     )
     # decoding reports unreadable images
@@ -522,65 +523,14 @@ def _check_brightness(task: Task) -> Iterator[Problem]:
 
 
 def _describe_row(task: Task, row: int) -> str:
-    """Return how messages name a row: its id, path and line."""
-    (name,) = row_names(task.rows.ids, task.rows.images, [row])
-    return name
-
-
-def read_headers(task: Task) -> tuple[list[tuple[str, int, int]], list[str]]:
-    """Read the headers of a sample of at most :data:`NUM_HEADERS` images.
+    """Return the text by which messages name a row: its id, and path and line if known.
 
     Args:
         task: The rows.
-
-    Returns:
-        Format, width and height in pixels of each readable image of the sample; and for
-        each unreadable one 'ID: REASON'. For a source of vectors there are no headers,
-        and the unusable rows of the whole source are returned.
+        row: The number of the row.
     """
-    headers, bad, images = [], [], task.rows.images
-    if (ready := images.vectors(np.arange(len(images)))) is not None:
-        pairs = zip(task.rows.ids.to_pylist(), ready[1], strict=True)
-        return [], [f"{name}: {reason}" for name, reason in pairs if reason is not None]
-    for row, found in _map_images(
-        images, evenly_spaced(NUM_HEADERS, len(images)), read_header
-    ):
-        if isinstance(found, BadImage):
-            bad.append(f"{_describe_row(task, row)}: {found}")
-        else:
-            headers.append(found)
-    return headers, bad
-
-
-def _map_images(
-    images: Images, rows: np.ndarray, look: Callable[[Image], Found]
-) -> Iterator[tuple[int, Found | BadImage]]:
-    """Call ``look`` on the images of some rows, in threads.
-
-    Images that are stored together, such as those of a tar shard, are read together.
-
-    Args:
-        images: The images of all rows.
-        rows: Row numbers, int64 (n,).
-        look: A function of an image, which may raise a BadImage.
-
-    Yields:
-        For each of ``rows`` its number and what ``look`` returned, or the BadImage that
-        it raised. The rows may come in another order.
-    """
-
-    def try_look(image: Image) -> Found | BadImage:
-        """Return what ``look`` returns, or the BadImage that it raises."""
-        try:
-            return look(image)
-        except BadImage as error:
-            return error
-
-    with ThreadPoolExecutor(HASHERS, thread_name_prefix="uno-check") as pool:
-        for numbers, some in pieces(images.take(rows)):
-            content = some.read_images(np.arange(len(some)))
-            found = pool.map(try_look, content)
-            yield from zip(rows[numbers].tolist(), found, strict=True)
+    (name,) = row_names(task.rows.ids, task.rows.images, [row])
+    return name
 
 
 def _decode_within(
@@ -628,7 +578,8 @@ def _check_duplicates(task: Task, in_full: bool) -> Iterator[Problem]:
 
     Args:
         task: The rows and their classes.
-        in_full: Whether more images are compared, see :func:`_find_copies`.
+        in_full: Whether up to 2 GiB of images are compared, also from remote storage.
+            Otherwise up to 256 MiB of local images are compared.
     """
     groups, note = _find_copies(task, in_full)
     found: dict[str, list[list[int]]] = defaultdict(list)
@@ -665,8 +616,8 @@ def _find_copies(task: Task, in_full: bool) -> tuple[list[list[int]], str]:
         views are compared.
     """
     images, rows = task.rows.images, np.arange(len(task.rows))
-    if (vectors := images.vectors(rows)) is not None:
-        values, reasons = vectors
+    if task.rows.vectors is not None:
+        values, reasons = task.rows.vectors
         copies = equal_rows(values[:, 0])
         return [group for group in copies if reasons[group[0]] is None], ""
     advice = "" if in_full else "uno data check compares up to 2 GiB"
@@ -687,7 +638,7 @@ def _find_copies(task: Task, in_full: bool) -> tuple[list[list[int]], str]:
     limit = MAX_HASHED_BYTES if in_full else MAX_HASHED_BYTES_OF_RUN
     chosen = _sample_by_key(keys, sizes, limit)
     groups: dict[bytes, list[int]] = defaultdict(list)
-    for row, digest in _map_images(images, rows[chosen], _hash_image):
+    for row, digest in map_images(images, rows[chosen], _hash_image):
         if isinstance(digest, bytes):
             groups[digest].append(row)
     if len(chosen) < len(rows):

@@ -10,18 +10,16 @@ import logging
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, Self, cast
+from dataclasses import dataclass
+from typing import Any, Protocol, Self, cast
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute
-import torch
 from torch import Tensor
 
 from uno.data.columns import decimal
 from uno.data.files import full_path, is_uri, stat_of, valid_text
-from uno.data.row_blocks import RowBlocks
 
 Image = bytes | str | np.ndarray
 """Encoded bytes, a path or URI, or pixels uint8 (H, W, 3)."""
@@ -107,7 +105,7 @@ class Images(Protocol):
         return self.split_rows(np.arange(len(self)), size)
 
     def split_rows(self, rows: np.ndarray, size: int) -> Iterator[Images]:
-        """Yield the images of some rows in parts, as :meth:`split` does.
+        """Yield the images of some rows in parts, to be read in order.
 
         Args:
             rows: Row numbers, int64 (n,).
@@ -183,7 +181,7 @@ class Images(Protocol):
         return [path_of(image) for image in self.read_images(rows)]
 
     def lines(self, rows: np.ndarray) -> list[int | None]:
-        """Return the line on which each image stands in a table of text, or None.
+        """Return for each image its line in the table of text that names it, or None.
 
         Args:
             rows: Row numbers, int64 (n,).
@@ -191,9 +189,10 @@ class Images(Protocol):
         return [None] * len(rows)
 
     def reader(self) -> Images | None:
-        """Return a small object that reads the images on any node.
+        """Return a small object that reads the same images in another process.
 
-        It is sent to another process and reads the rows that :meth:`numbers` returns.
+        It can be sent to any node, and reads rows by the numbers that :meth:`numbers`
+        returns.
 
         Returns:
             Images of the whole source, or None if the images themselves must be sent.
@@ -201,13 +200,13 @@ class Images(Protocol):
         return None
 
     def numbers(self, rows: np.ndarray) -> np.ndarray:
-        """Return the numbers that rows have in :meth:`reader`.
+        """Return the row numbers under which :meth:`reader` has some of these images.
 
         Args:
-            rows: Row numbers, int64 (n,).
+            rows: Row numbers in these images, int64 (n,).
 
         Returns:
-            int64 (n,).
+            Row numbers in the images of :meth:`reader`, int64 (n,).
         """
         return rows
 
@@ -257,20 +256,8 @@ class Images(Protocol):
         return None
 
 
-class Ready(NamedTuple):
-    """Decoded pixels or features of N images, in memory.
-
-    Attributes:
-        values: Pixels uint8 (N, 3, S, S), or features (N, D).
-        reasons: For each row the reason why it is unreadable, or None.
-    """
-
-    values: RowBlocks
-    reasons: Sequence[str | None]
-
-
-def _of_others(name: str) -> Any:
-    """Make a method of :class:`ImageSubset` that asks its base images.
+def _delegate_method(name: str) -> Any:
+    """Make a method of :class:`ImageSubset` that calls the method of its base images.
 
     Args:
         name: Name of a method that takes row numbers int64 (n,).
@@ -289,12 +276,10 @@ class ImageSubset(Images):
     Attributes:
         images: The base images that rows are chosen from.
         index: Row number in ``images`` of each chosen row, int64 (N,).
-        ready: Decoded pixels or features of the chosen rows, if they are in memory.
     """
 
     images: Images
     index: np.ndarray
-    ready: Ready | None = None
 
     def __len__(self) -> int:
         return len(self.index)
@@ -307,52 +292,43 @@ class ImageSubset(Images):
         return self.images[int(self.index[row])]
 
     def take(self, rows: np.ndarray) -> ImageSubset:
-        """Return only the images of some rows, as a subset of the same base images.
-
-        Decoded pixels or features of the rows that are in memory are taken along.
+        """Return only the images of some rows of the subset, as another subset.
 
         Args:
-            rows: Row numbers, int64 (n,).
+            rows: Row numbers in the subset, int64 (n,).
         """
-        ready = self.ready
-        if ready is not None:
-            reasons = [
-                ready.reasons[row] for row in np.arange(len(self))[rows].tolist()
-            ]
-            ready = Ready(ready.values.select_rows(torch.tensor(rows)), reasons)
-        return ImageSubset(self.images, self.index[rows], ready)
+        return ImageSubset(self.images, self.index[rows])
 
     def split_rows(self, rows: np.ndarray, size: int) -> Iterator[Images]:
-        """Yield the images of some rows int64 (n,) in parts of ``size`` images."""
-        if self.ready is not None:
-            return super().split_rows(rows, size)
+        """Yield the images of some rows of the subset in parts, to be read in order.
+
+        Args:
+            rows: Row numbers in the subset, int64 (n,).
+            size: Number of images of each part but the last.
+        """
         return self.images.split_rows(self.index[rows], size)
 
-    groups, sizes, content_keys, times, paths, lines, numbers, vectors, captions = map(
-        _of_others,
-        (
-            "groups",
-            "sizes",
-            "content_keys",
-            "times",
-            "paths",
-            "lines",
-            "numbers",
-            "vectors",
-            "captions",
-        ),
-    )
+    groups = _delegate_method("groups")
+    sizes = _delegate_method("sizes")
+    content_keys = _delegate_method("content_keys")
+    times = _delegate_method("times")
+    paths = _delegate_method("paths")
+    lines = _delegate_method("lines")
+    numbers = _delegate_method("numbers")
+    vectors = _delegate_method("vectors")
+    captions = _delegate_method("captions")
+    prepared = _delegate_method("prepared")
 
     @property
     def is_remote(self) -> bool:
-        """Whether the base images are in remote storage."""
+        """Whether the images of which this is a subset are in remote storage."""
         return self.images.is_remote
 
     def reader(self) -> Images | None:
-        """Return an object that reads the base images on any node.
+        """Return an object that reads all images of the source in another process.
 
-        It reads the rows that ``numbers`` returns. None if images must be sent
-        themselves.
+        It reads rows by the numbers that ``numbers`` returns. None if the images
+        themselves must be sent.
         """
         return self.images.reader()
 
@@ -360,22 +336,6 @@ class ImageSubset(Images):
         """Return the images that a report shows for the chosen rows, or None."""
         pictures = self.images.pictures()
         return None if pictures is None else pictures.take(self.index)
-
-    def prepared(self, rows: np.ndarray) -> tuple[Tensor, list[str | None]] | None:
-        """Return decoded pixels or features of rows that are already in memory.
-
-        Args:
-            rows: Row numbers, int64 (n,).
-
-        Returns:
-            Pixels uint8 (n, 3, S, S) or features (n, D), and for each row the reason
-            why it is unreadable, or None. A single None if nothing is in memory.
-        """
-        if self.ready is None:
-            return self.images.prepared(self.index[rows])
-        return self.ready.values[torch.tensor(rows)], [
-            self.ready.reasons[row] for row in rows.tolist()
-        ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -450,12 +410,12 @@ class Files(Images):
 
     @classmethod
     def of(cls, paths: Sequence[str], stats: Iterable[Sequence[int]]) -> Files:
-        """Make images from paths, and make local paths absolute.
+        """Make images from the paths of files. Local paths become absolute.
 
         Args:
             paths: N paths and URIs; '' for a row without a file.
-            stats: Size and modification time of each file, as the attribute ``stats``
-                has them.
+            stats: Size in bytes and modification time in ns since 1970 of each file, -1
+                if not known. A missing file has the size -1 and the time 0.
         """
         full = [os.fsencode(path and full_path(path)) for path in paths]
         return cls(
@@ -512,7 +472,7 @@ class Files(Images):
         return bool(pa.compute.any(has_scheme).as_py())
 
     def lines(self, rows: np.ndarray) -> list[int | None]:
-        """Return the line of each file in a table of text, or None.
+        """Return for each file its line in the table of text that names it, or None.
 
         Args:
             rows: Row numbers, int64 (n,).
@@ -530,19 +490,6 @@ def as_images(images: Images | Sequence[Any] | np.ndarray) -> Images:
     Other images are returned unchanged.
     """
     return InMemory(images) if isinstance(images, Sequence | np.ndarray) else images
-
-
-def with_ready(
-    images: Images, values: RowBlocks, reasons: Sequence[str | None]
-) -> Images:
-    """Return ``images`` together with their decoded pixels or features.
-
-    Args:
-        images: N images.
-        values: Pixels uint8 (N, 3, S, S), or features (N, D).
-        reasons: For each row the reason why it is unreadable, or None.
-    """
-    return replace(images.take(np.arange(len(images))), ready=Ready(values, reasons))
 
 
 def is_image(name: str) -> bool:
@@ -691,7 +638,7 @@ def path_of(image: Image) -> str | None:
 def row_names(
     ids: pa.LargeStringArray, images: Images, rows: Sequence[int]
 ) -> list[str]:
-    """Return how messages name rows.
+    """Return the texts by which messages name some rows.
 
     Args:
         ids: The ids of N rows.
@@ -709,7 +656,7 @@ def row_names(
 
 
 def name_row(name: str, path: str | None, line: int | None) -> str:
-    """Return how messages name a row.
+    """Return the text by which messages name a row.
 
     Args:
         name: The id of the row.
@@ -733,7 +680,7 @@ def name_row(name: str, path: str | None, line: int | None) -> str:
 
 
 def to_columns(images: Images, rows: np.ndarray) -> dict[str, Any]:
-    """Return the columns by which images are sent to another process.
+    """Convert images to Arrow columns, to send them to another process.
 
     Args:
         images: The images of all rows.

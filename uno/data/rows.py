@@ -1,30 +1,36 @@
 """The rows of a data set: one id, image, label and split for each row.
 
-Every source is read into :class:`Rows`. Images stay encoded, and are read when they are
-needed.
+Every source is read into :class:`Rows`, in the way that :class:`ReadOptions` says.
+Images stay encoded, and are read when they are needed.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import copy
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute
+from torch import Tensor
 
+from uno.config import DataConfig
 from uno.data.columns import fill_labels, rename_classes
-from uno.data.images import Images, as_images
+from uno.data.decode import BadImage, map_images, ok_mask, read_header
+from uno.data.files import normalize_path
+from uno.data.images import Images, as_images, evenly_spaced
 from uno.errors import ConfigError, one_line
 from uno.limits import MAX_LABEL_LENGTH, MAX_ROWS
 from uno.text import composed, folded
 
 PART_ROWS = 2**16  # rows that are hashed at once
+NUM_HEADERS = 64  # images whose headers are read
 SPLITS = {
     "train": "train",
     "test": "test",
@@ -33,6 +39,72 @@ SPLITS = {
     "validation": "test",
 }
 """What sources call a split -> "train" or "test"."""
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """How a data source is read. A source ignores the options that it has no use for.
+
+    Attributes:
+        columns: Standard name of a column, such as "label" -> its name in the source. A
+            column that is not listed has its standard name.
+        image_folder: Folder or URI that image paths are relative to; None for the
+            folder of the table.
+        image_suffix: Ending that is added to image paths that lack it, such as '.jpg';
+            '' for none.
+        follow_links: Whether a link may lead out of the folder of the source.
+        images_only: Whether the rows are only to be predicted. Labels and splits are
+            then not read, every image of a folder is a row, and a row of a table
+            without an image path is an unreadable image.
+        download: Whether CIFAR may be downloaded.
+        imagenet_split: "A", "B" or "C", the 30 novel classes of the benchmark on
+            ImageNet; None to keep all classes, of which none is declared known.
+    """
+
+    columns: Mapping[str, str] = field(default_factory=dict)
+    image_folder: str | None = None
+    image_suffix: str = ""
+    follow_links: bool = False
+    images_only: bool = False
+    download: bool = False
+    imagenet_split: str | None = None
+
+    @classmethod
+    def of(cls, config: DataConfig, images_only: bool = False) -> ReadOptions:
+        """Return the options that a configuration asks for.
+
+        Args:
+            config: The section ``data`` of the configuration.
+            images_only: Whether the rows are only to be predicted, so that labels and
+                splits are not read.
+        """
+        folder = config.image_folder
+        return cls(
+            columns=config.named_columns,
+            image_folder=None if folder is None else normalize_path(folder),
+            image_suffix=config.image_suffix or "",
+            follow_links=config.follow_links,
+            images_only=images_only,
+            download=config.download,
+            imagenet_split=None if config.known_classes else config.imagenet_split,
+        )
+
+
+DEFAULT_OPTIONS = ReadOptions()
+
+
+class Headers(NamedTuple):
+    """The headers of a sample of the images of a data set.
+
+    Attributes:
+        readable: Format, width and height in pixels of each readable image.
+        reasons: Row number -> the reason why the image cannot be read.
+        num_rows: The number of rows of the sample.
+    """
+
+    readable: list[tuple[str, int, int]]
+    reasons: dict[int, str]
+    num_rows: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,6 +196,18 @@ class Rows:
             is_train=self.is_train[index],
         )
 
+    def with_images(self, images: Images) -> Rows:
+        """Return the same rows with the same images in another form, such as decoded.
+
+        What was computed of the rows before, such as the fingerprint, stays known.
+
+        Args:
+            images: The images of the N rows.
+        """
+        rows = copy(self)
+        object.__setattr__(rows, "images", images)
+        return rows
+
     def with_composed_names(self) -> Rows:
         """Return the rows with class names in one Unicode normalization (NFC).
 
@@ -135,9 +219,15 @@ class Rows:
         given = {name: column for name, column in columns.items() if column is not None}
         classes = {name: c.dictionary.to_pylist() for name, c in given.items()}
         names = dict.fromkeys(chain(*classes.values(), self.class_names, self.known))
-        notes = (*_alike(names, composed, "normalization only: they are one class"),)
+        notes = (
+            *_list_alike_names(
+                names, composed, "normalization only: they are one class"
+            ),
+        )
         notes += (
-            *_alike(map(composed, names), folded, "case only: they stay two classes"),
+            *_list_alike_names(
+                map(composed, names), folded, "case only: they stay two classes"
+            ),
         )
         if not notes and all(name == composed(name) for name in names):
             return self
@@ -174,9 +264,50 @@ class Rows:
 
     @property
     def times_hash(self) -> str:
-        """A SHA-256 of the times of all images, which changes if one is written to."""
+        """A hash of the modification times of all images, 64 hex digits.
+
+        It changes if an image file is written to.
+        """
         times = self.images.times(np.arange(len(self)))
         return hashlib.sha256(times.tobytes()).hexdigest()
+
+    @cached_property
+    def vectors(self) -> tuple[Tensor, list[str | None]] | None:
+        """The vectors float32 (N, V, D) of a source that has no images to encode.
+
+        Each row has V views, the evaluation view first. The second value has for each
+        row the reason why it has no usable vector, or None. A single None for a source
+        of images.
+        """
+        return self.images.vectors(np.arange(len(self)))
+
+    @property
+    def usable(self) -> np.ndarray | None:
+        """Which rows have a usable vector, bool (N,).
+
+        None for a source of images, of which nothing is known before they are decoded.
+        """
+        return None if self.vectors is None else ok_mask(self.vectors[1])
+
+    @cached_property
+    def headers(self) -> Headers:
+        """The headers of at most :data:`NUM_HEADERS` images, read at the first use.
+
+        A source of vectors has no headers. Its sample has all rows, and those without a
+        usable vector are the unreadable ones.
+        """
+        if self.vectors is not None:
+            found = enumerate(self.vectors[1])
+            reasons = {row: reason for row, reason in found if reason is not None}
+            return Headers([], reasons, len(self))
+        sample = evenly_spaced(NUM_HEADERS, len(self))
+        headers = Headers([], {}, len(sample))
+        for row, header in map_images(self.images, sample, read_header):
+            if isinstance(header, BadImage):
+                headers.reasons[row] = str(header)
+            else:
+                headers.readable.append(header)
+        return headers
 
     @cached_property
     def fingerprint(self) -> str:
@@ -202,17 +333,24 @@ class Rows:
 
 
 def _update_hash(digest: Any, texts: pa.LargeStringArray) -> None:
-    """Update a hash object by the length and content of each text."""
+    """Add texts to a hash, each with its length.
+
+    Args:
+        digest: A hash object of :mod:`hashlib`. It is updated.
+        texts: An Arrow array of texts and nulls.
+    """
     digest.update(pa.compute.binary_length(texts).fill_null(-1).to_numpy())
     digest.update("".join(texts.fill_null("").to_pylist()).encode())
 
 
-def _alike(names: Iterable[str], key: Callable[[str], str], what: str) -> Iterator[str]:
+def _list_alike_names(
+    names: Iterable[str], key: Callable[[str], str], what: str
+) -> Iterator[str]:
     """Yield a line for each group of different class names that have the same key.
 
     Args:
         names: Names of classes.
-        key: Returns the key of a name.
+        key: Returns the key of a name, such as the name in lower case.
         what: What the names of a group differ in, the end of the line.
     """
     found = defaultdict[str, dict[str, None]](dict)

@@ -27,8 +27,7 @@ from uno.data.columns import has_label, joined
 from uno.data.files import FileEntry, is_uri, valid_text
 from uno.data.images import Image, Images
 from uno.data.labels import encode_labels
-from uno.data.read_options import DEFAULT_OPTIONS, ReadOptions
-from uno.data.rows import SPLITS, Rows
+from uno.data.rows import DEFAULT_OPTIONS, SPLITS, ReadOptions, Rows
 from uno.data.tar_index import ShardContent, index_shards, shown
 from uno.errors import ConfigError, one_line
 from uno.limits import MAX_IMAGE_BYTES
@@ -131,7 +130,11 @@ class TarImages(Images):
 
     @cached_property
     def _pieces(self) -> np.ndarray:
-        """The span that each image begins in, numbered over all shards, int64 (N,)."""
+        """The span of a shard that each image begins in, int64 (N,).
+
+        A span is a part of :data:`SPAN_BYTES` bytes. Spans are numbered over all
+        shards.
+        """
         places = np.stack([self.shard, self.offset // SPAN_BYTES])
         return np.unique(places, axis=1, return_inverse=True)[1].reshape(-1)
 
@@ -383,10 +386,17 @@ def find_shards(path: str, follow_links: bool) -> list[FileEntry]:
 
 
 def _match_pattern(pattern: str, follow_links: bool) -> list[FileEntry]:
-    """List the files that a pattern names, as :func:`find_shards`.
+    """List the tar files that a pattern with ``*`` or braces names, in order.
 
     A name without ``*`` is not looked up, so that a shard that is missing is an error
     when it is read.
+
+    Args:
+        pattern: The pattern, see :func:`find_shards`.
+        follow_links: Whether links may lead out of the folder.
+
+    Raises:
+        ConfigError: There are none, or the pattern names too many files.
     """
     root_length = re.split(r"[*{]", pattern)[0].rfind("/") + 1
     shards = list[FileEntry]()

@@ -10,6 +10,8 @@ processes that only decode images need not spend.
 """
 
 import hashlib
+import json
+import os
 import re
 import sys
 from collections import OrderedDict
@@ -66,6 +68,8 @@ class SmallResNet(nn.Module):
         return x.mean(dim=(2, 3))
 
 
+HUB = "hf-hub:"
+"""Prefix of an encoder in a repository of the Hugging Face Hub, after ``timm:``."""
 SMALL_STEMS = {"cifar": (3, 1), "cifar_stride2": (4, 2)}
 """Kernel size and stride of the stems for small images. Their padding is 1."""
 
@@ -230,18 +234,112 @@ def _measure_width(name: str, encoder: nn.Module) -> int:
 def _from_timm(model_name: str) -> nn.Module:
     """Build an encoder of timm without its classifier.
 
+    The towers of CLIP are also built without their projection to the space of texts.
+    Vision transformers take images of any size that is a multiple of their patches. At
+    another size than that of their weights they resample the embeddings of positions.
+
+    Args:
+        model_name: The name after ``timm:``.
+
     Raises:
         ConfigError: timm has no such encoder, or is not installed.
     """
     check_name("timm", model_name)
     import timm
 
-    encoder = timm.create_model(model_name, pretrained=False, num_classes=0)
+    name = timm_name(model_name)
+    encoder = None
+    if timm_description(model_name).get("fixed_input_size"):
+        # Transformers with windows lack the argument, and refuse other sizes.
+        with suppress(TypeError):
+            encoder = timm.create_model(name, num_classes=0, dynamic_img_size=True)
+    if encoder is None:
+        encoder = timm.create_model(name, num_classes=0)
     # Some models, such as MobileNetV3, have a layer between the pooled map and the
     # classes.
     hidden_width = getattr(encoder, "head_hidden_size", None)
     encoder.num_features = hidden_width or encoder.num_features
     return encoder
+
+
+def timm_name(model_name: str) -> str:
+    """Return the name by which ``timm.create_model`` builds an encoder.
+
+    Args:
+        model_name: The name after ``timm:``. ``hf-hub:ORG/NAME`` or
+            ``hf-hub:ORG/NAME@REVISION`` names a repository of the Hugging Face Hub.
+
+    Returns:
+        timm's own name. For a repository that is not one of timm's, ``local-dir:`` and
+        the folder of the local cache that holds the repository's ``config.json``.
+
+    Raises:
+        ConfigError: The repository cannot be reached, or does not describe an encoder
+            of timm.
+    """
+    if not model_name.startswith(HUB):
+        return model_name
+    repository = model_name.removeprefix(HUB)
+    if repository.startswith("timm/"):
+        return repository.removeprefix("timm/")
+    path, config = _read_hub_config(repository)
+    if "architecture" not in config:
+        raise ConfigError(
+            f"model.encoder timm:{model_name} is not a repository of timm's: its"
+            " config.json names no architecture; timm has most encoders under its own"
+            " names (timm:NAME), and a function of yours can build any other"
+            " (package.module:callable)"
+        )
+    return f"local-dir:{os.path.dirname(path)}"
+
+
+def _read_hub_config(repository: str) -> tuple[str, dict[str, Any]]:
+    """Read the ``config.json`` of a repository, from the local cache if it is there.
+
+    Args:
+        repository: ORG/NAME or ORG/NAME@REVISION.
+
+    Returns:
+        The path in the local cache, and the content.
+
+    Raises:
+        ConfigError: The file cannot be downloaded.
+    """
+    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+
+    name, _, tag = repository.partition("@")
+    revision = tag or None
+    path: Any = try_to_load_from_cache(name, "config.json", revision=revision)
+    if not isinstance(path, str):
+        try:
+            path = hf_hub_download(name, "config.json", revision=revision)
+        except OSError as error:  # The errors of the hub are OSErrors.
+            raise ConfigError(
+                f"model.encoder timm:{HUB}{repository}: config.json cannot be"
+                f" downloaded ({one_line(error)[:120]}); copy another machine's cache"
+                f" into {constants.HF_HUB_CACHE}"
+            ) from None
+    with open(path, encoding="utf-8") as file:
+        return path, json.load(file)
+
+
+def timm_description(model_name: str) -> dict[str, Any]:
+    """Return timm's description of an encoder and its weights.
+
+    Args:
+        model_name: The name after ``timm:``, which :func:`check_name` accepts.
+
+    Returns:
+        The fields of timm's ``pretrained_cfg``, such as ``input_size`` and ``mean``.
+    """
+    from timm.models import get_pretrained_cfg
+
+    name = timm_name(model_name)
+    if name.startswith("local-dir:"):
+        config = _read_hub_config(model_name.removeprefix(HUB))[1]
+        return config.get("pretrained_cfg", config)
+    description = get_pretrained_cfg(name)
+    return {} if description is None else description.to_dict()
 
 
 def _from_torchvision(model_name: str) -> nn.Module:
@@ -301,6 +399,9 @@ def check_name(library: str, model_name: str) -> None:
             )
         import timm
 
+        repository, model_name = model_name.removeprefix(HUB), timm_name(model_name)
+        if model_name.startswith("local-dir:"):
+            model_name = str(_read_hub_config(repository)[1]["architecture"])
         architecture, _, weights = model_name.partition(".")
         if weights and timm.is_model(architecture):
             known = timm.list_pretrained(f"{architecture}.*")

@@ -18,7 +18,14 @@ from torch import Tensor, nn
 
 from uno.config import OWN_ENCODERS, VECTORS, Config, ModelConfig
 from uno.data.files import Storage, split
-from uno.encoders.build import build_encoder, check_name, is_own_code
+from uno.encoders.build import (
+    HUB,
+    build_encoder,
+    check_name,
+    is_own_code,
+    timm_description,
+    timm_name,
+)
 from uno.errors import ConfigError, StorageError, one_line
 from uno.steps import with_prefix
 
@@ -88,9 +95,7 @@ def describe_encoder(name: str) -> Description:
     if library != "timm":
         return _describe_callable(name)
     check_name("timm", model_name)
-    from timm.models import get_pretrained_cfg
-
-    return _describe_cfg(get_pretrained_cfg(model_name).to_dict())
+    return _describe_cfg(timm_description(model_name))
 
 
 def _describe_torchvision(model_name: str) -> Description:
@@ -392,18 +397,21 @@ def _fetch_timm(model_name: str) -> dict[str, Tensor]:
     check_name("timm", model_name)
     import timm
     from huggingface_hub import constants, try_to_load_from_cache
-    from timm.models import get_pretrained_cfg
 
-    cfg = get_pretrained_cfg(model_name)
-    repository = cfg.hf_hub_id
-    if not repository and not cfg.url:
+    cfg = timm_description(model_name)
+    name = timm_name(model_name)
+    if name.startswith("local-dir:"):  # the folder of config.json, without weights
+        name = model_name
+        cfg = {"hf_hub_id": model_name.removeprefix(HUB).partition("@")[0]}
+    repository = cfg.get("hf_hub_id")
+    if not repository and not cfg.get("url"):
         raise ConfigError(
             f"model.weights pretrained: timm has no weights for {model_name}"
         )
     file = (
         f"{constants.ENDPOINT}/{repository}/resolve/main/model.safetensors"
         if repository
-        else cfg.url
+        else cfg["url"]
     )
     is_cached = repository and isinstance(
         try_to_load_from_cache(repository, "model.safetensors"), str
@@ -414,7 +422,7 @@ def _fetch_timm(model_name: str) -> dict[str, Tensor]:
             with suppress(HTTPError):
                 request = urllib.request.Request(file, method="HEAD")
                 urllib.request.urlopen(request, timeout=NETWORK_TIMEOUT_S).close()
-        encoder = timm.create_model(model_name, pretrained=True, num_classes=0)
+        encoder = timm.create_model(name, pretrained=True, num_classes=0)
         return encoder.state_dict()
     # URLError and the errors of the hub are OSErrors.
     except (OSError, RuntimeError) as error:
