@@ -79,14 +79,21 @@ class Argument(NamedTuple):
         """The largest number of words that may follow the argument."""
         if self.type is bool:
             return 1 if self.key and not self.negated else 0
-        return {tuple: len(get_args(self.type)), list: MANY}.get(
-            get_origin(self.type), 1
-        )
+        kind = self.plain_type
+        return {tuple: len(get_args(kind)), list: MANY}.get(get_origin(kind), 1)
+
+    @property
+    def plain_type(self) -> Any:
+        """The type without None, such as int for ``int | None``."""
+        kinds = get_args(self.type)
+        is_optional = NoneType in kinds and len(kinds) == 2
+        return kinds[kinds[0] is NoneType] if is_optional else self.type
 
     @property
     def takes_numbers(self) -> bool:
         """Whether words that look like numbers are read as numbers."""
-        return not {int, float}.isdisjoint(get_args(self.type) or (self.type,))
+        kinds = get_args(self.plain_type) or (self.plain_type,)
+        return not {int, float}.isdisjoint(kinds)
 
     def value(self, name: str, words: Sequence[str]) -> Any:
         """Return the value that the words after the argument mean, still as text.
@@ -110,12 +117,12 @@ class Argument(NamedTuple):
         )
         if not words or "" in words:
             raise ConfigError(f"{name} needs {wanted}")
+        if NoneType in types and [word.lower() for word in words] == ["none"]:
+            return None
         if len(words) > most or (most != MANY and len(words) < most):
             raise ConfigError(
                 f"{name} takes {wanted}, got {' '.join(map(repr, words))}"
             )
-        if NoneType in types and words[0].lower() == "none":
-            return None
         return words if most > 1 else words[0]
 
 
@@ -468,7 +475,8 @@ def _print_help(options: Options, everything: bool) -> None:
             value_name = value_name.removesuffix("|None")
         head = f"  {', '.join(names)} {value_name}".rstrip()
         column = 6 if everything else 30
-        lines = textwrap.wrap(argument.sentence + default, width - column)
+        text = argument.sentence + default
+        lines = textwrap.wrap(text, width - column, break_on_hyphens=False)
         if not everything and len(head) < column - 1:
             print(head.ljust(column) + lines.pop(0))
         else:

@@ -31,7 +31,7 @@ from pipelines.workarounds import NODE
 from uno.config import Config
 from uno.crops import Cropper
 from uno.data import stream
-from uno.data.decode import DecodedBatch, Interpolation, decode_many, ok_mask
+from uno.data.decode import PLAIN, DecodedBatch, Decoding, decode_many, ok_mask
 from uno.data.files import Storage
 from uno.data.images import Images, from_columns, to_columns
 from uno.data.memory import EvalSet, train_set
@@ -147,7 +147,7 @@ def worker_sets(
     )
     source = ray.get(loop["source"])
     bad = BadRows(rows.pop("ids"), source, config.data.max_bad_fraction, storage)
-    decode = decode_on_ray(ray, loop["source"], side, limits, config.data.interpolation)
+    decode = decode_on_ray(ray, loop["source"], side, limits, Decoding.of(config.data))
     crop = crop_on_ray(ray, loop["source"], limits)
     train = stream.StreamSet(source, **rows, bad=bad, crop=crop, decode=decode)
     how = source, side, decode, bad
@@ -157,7 +157,7 @@ def worker_sets(
 
 
 def decode_task(
-    ray: Any, task: Task, side: int, how: Interpolation = "bilinear"
+    ray: Any, task: Task, side: int, how: Decoding = PLAIN
 ) -> tuple[list[Any], list[str | None]]:
     """Decode the images of a task.
 
@@ -167,7 +167,7 @@ def decode_task(
         ray: The connected module.
         task: The rows of the run.
         side: The side of the stored square in pixels.
-        how: How images are resized.
+        how: How images are resized and scaled to 8 bits.
 
     Returns:
         References to blocks with one row for each image, and the reasons in the order
@@ -180,7 +180,7 @@ def decode_task(
 
     images, rows = task.rows.images, np.arange(len(task.rows))
     if len(rows) < FEW_ROWS:
-        pixels, reasons = decode_many(images, side, interpolation=how)
+        pixels, reasons = decode_many(images, side, how=how)
         table = _pixel_table(pixels.flatten(1).numpy(), reasons).append_column(
             "row", pa.array(rows)
         )
@@ -189,7 +189,7 @@ def decode_task(
         image_block(images, rows[i : i + ROWS_PER_BLOCK])
         for i in rows[::ROWS_PER_BLOCK]
     ]
-    decode = partial(decode_block, side=side, images=images.reader(), interpolation=how)
+    decode = partial(decode_block, side=side, images=images.reader(), how=how)
     batches = {
         "batch_format": "pyarrow",
         "batch_size": ROWS_PER_DECODE,
@@ -249,7 +249,7 @@ def decode_block(
     block: pa.Table,
     side: int,
     images: Images | None,
-    interpolation: Interpolation = "bilinear",
+    how: Decoding = PLAIN,
 ) -> pa.Table:
     """Decode the images of a block, in a task.
 
@@ -257,12 +257,12 @@ def decode_block(
         block: A table of :func:`image_block`.
         side: The side of the stored square in pixels.
         images: Reads images that are given as row numbers, or None.
-        interpolation: How images are resized.
+        how: How images are resized and scaled to 8 bits.
 
     Returns:
         A table with the columns ``pixels``, ``reason`` and ``row``.
     """
-    pixels, reasons = decode_many(from_columns(block, images), side, 1, interpolation)
+    pixels, reasons = decode_many(from_columns(block, images), side, 1, how)
     return _pixel_table(pixels.flatten(1).numpy(), reasons).append_column(
         "row", block["row"]
     )
@@ -365,7 +365,7 @@ def decode_on_ray(
     source: Any,
     side: int,
     limits: Cropping,
-    how: Interpolation = "bilinear",
+    how: Decoding = PLAIN,
 ) -> Callable[[Iterable[np.ndarray]], Iterator[DecodedBatch]]:
     """Return a function like :func:`uno.data.decode.decoded` that uses tasks of Ray.
 
@@ -374,9 +374,9 @@ def decode_on_ray(
         source: The reference to the images.
         side: The side of the stored square in pixels.
         limits: The processes of an execution.
-        how: How images are resized.
+        how: How images are resized and scaled to 8 bits.
     """
-    decode = partial(decode_block, side=side, interpolation=how)
+    decode = partial(decode_block, side=side, how=how)
     run = _runner(ray, decode, source, limits, CHUNK_BYTES)
 
     def decoded(batches: Iterable[np.ndarray]) -> Iterator[DecodedBatch]:

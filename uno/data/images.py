@@ -39,6 +39,7 @@ EXTENSIONS = (
     ".gif",
     ".tif",
     ".tiff",
+    ".dcm",
 )
 
 

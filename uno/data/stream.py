@@ -26,7 +26,14 @@ from uno.augment import augment_crops
 from uno.config import Config
 from uno.cpus import available_cpus
 from uno.crops import Cropper
-from uno.data.decode import BATCHES_AHEAD, DecodedBatch, decoded, ok_mask, prefetch_map
+from uno.data.decode import (
+    BATCHES_AHEAD,
+    DecodedBatch,
+    Decoding,
+    decoded,
+    ok_mask,
+    prefetch_map,
+)
 from uno.data.files import Storage
 from uno.data.images import Images, InMemory, batches_of
 from uno.data.memory import EvalSet, TrainSet
@@ -169,8 +176,8 @@ def decode_here(
     """Return a function that decodes batches of rows by threads of this process.
 
     Args:
-        config: The configuration, which gives the size of images, the interpolation and
-            the number of threads.
+        config: The configuration, which gives the size of images, how they are decoded,
+            and the number of threads.
         images: The images of all rows of the task.
 
     Returns:
@@ -180,9 +187,9 @@ def decode_here(
     size, threads, how = (
         config.data.stored_size,
         config.compute.threads,
-        config.data.interpolation,
+        Decoding.of(config.data),
     )
-    return partial(decoded, images, size=size, threads=threads, interpolation=how)
+    return partial(decoded, images, size=size, threads=threads, how=how)
 
 
 def stream_facts(task: Task) -> dict[str, Any]:
@@ -410,7 +417,7 @@ class CropJob:
         self.first, self.last, self._train = first, last, train
         self._steps_per_epoch = plan.steps_per_epoch
         num_rows, data = plan.labeled_size + plan.unlabeled_size, config.data
-        how = config.augment, data.stored_size, data.interpolation
+        how = config.augment, data.stored_size, Decoding.of(data)
         self.cropper = Cropper(config.seed, plan.labeled_stream, num_rows, *how)
         self.row_bytes = self.cropper.row_bytes
         self.chunk_rows = max(1, min(CHUNK_ROWS, CHUNK_BYTES // self.row_bytes))

@@ -157,7 +157,13 @@ def _predicted_parts(
     true_names = [*task.known, *task.novel]
     clusters = sorted(findings.clusters, key=lambda c: (-c.count, c.output))
     members = _members(task, sample, findings, clusters)
-    album = Album(task.rows, sample.index, sample.confidence, list(members.values()))
+    album = Album(
+        task.rows,
+        sample.index,
+        sample.confidence,
+        list(members.values()),
+        config.data.value_range,
+    )
 
     def card(output: int, cluster: Cluster | None = None) -> dict[str, Any]:
         """Return the card of a class: its pictures, and those of other classes."""

@@ -26,7 +26,7 @@ from uno.cpus import available_cpus
 from uno.data import output
 from uno.data.decode import (
     BATCHES_AHEAD,
-    Interpolation,
+    Decoding,
     decode_many,
     ok_mask,
     prefetch_map,
@@ -114,12 +114,12 @@ class InputSpec(NamedTuple):
     Attributes:
         size: The side of the square images in pixels.
         chunk_rows: The number of images to decode at once.
-        interpolation: The interpolation of the resizing.
+        decoding: How the images are resized and scaled to 8 bits.
     """
 
     size: int
     chunk_rows: int
-    interpolation: Interpolation
+    decoding: Decoding
 
     @classmethod
     def of(cls, model: Classifier, part_rows: int) -> InputSpec:
@@ -132,7 +132,7 @@ class InputSpec(NamedTuple):
         """
         fit = max(1, BATCH_BYTES // (3 * model.size**2))
         rows = min(part_rows, 2 ** (fit.bit_length() - 1))
-        return cls(model.size, rows, model.config.data.interpolation)
+        return cls(model.size, rows, Decoding.of(model.config.data))
 
 
 class Chunk(NamedTuple):
@@ -226,7 +226,7 @@ def decode_chunk(
         (pixels, reasons), places = ready, chunk.images.paths(rows)
     else:
         found = chunk.images.read_images(rows)
-        pixels, reasons = decode_many(found, how.size, threads, how.interpolation)
+        pixels, reasons = decode_many(found, how.size, threads, how.decoding)
         places = [path_of(image) for image in found]
     text = {
         "id": chunk.ids,

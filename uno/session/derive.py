@@ -21,6 +21,7 @@ from uno.data.files import Storage
 from uno.data.sampling import largest_batch
 from uno.data.splits import Task, decide_setting, train_rows
 from uno.data.unreadable import check_bad
+from uno.data.value_range import choose_value_range
 from uno.encoders import weights
 from uno.encoders.weights import PRETRAINED
 from uno.presets import (
@@ -64,6 +65,7 @@ OF_ENCODER = (
     "model.stem",
     "data.mean",
     "data.std",
+    "data.value_range",
 )
 """Keys of how images are read, which belong to a trained encoder's weights."""
 OF_TRAINING = (
@@ -131,7 +133,7 @@ def keep_derived(
         stored: The stored configuration of the run, by dotted key.
     """
     given = {*given, *(SIZES if IMAGE_SIZE in given else ())}
-    keys = [*derived_keys(config), "data.validation_fraction"]
+    keys = [*derived_keys(config), "data.validation_fraction", "data.value_range"]
     keys = [key for key in keys if key not in given]
     keys += [
         f"data.{name}"
@@ -201,7 +203,7 @@ def derive_settings(
     elif derived_keys(config):
         rules = (_settings_of_weights, _image_size, _batch_size, _epochs)
     values, lines = Values(), list[str]()
-    for rule in rules:
+    for rule in (*rules, derive_value_range):
         derived, line = rule(config, given, task)
         derived = {key: value for key, value in derived.items() if key not in given}
         if derived:
@@ -259,6 +261,26 @@ def settings_of_weights(config: Config) -> Values:
     return {key: stored[key] for key in OF_ENCODER if key in stored}
 
 
+def derive_value_range(
+    config: Config, given: Collection[str], task: Task
+) -> tuple[Values, str]:
+    """Derive which stored values become black and white in images of more than 8 bits.
+
+    Nothing is derived if a sample of images has 8 bits, or if the run whose weights
+    this run starts from has a range.
+    """
+    if "data.value_range" in given or config.data.value_range is not None:
+        return {}, ""
+    found = choose_value_range(task)
+    if found is None:
+        return {}, ""
+    (low, high), why = found
+    return {"data.value_range": (low, high)}, (
+        f"values: {low:g} is black and {high:g} white in images of more than 8 bits"
+        f" ({why}); change with --data.value-range"
+    )
+
+
 def _starts_from_run(config: Config) -> bool:
     """Return whether ``model.weights`` names a run, and not a file or a library."""
     source = config.model.weights
@@ -281,7 +303,7 @@ def _image_size(
     if has_view_size or has_stored_size:
         size = config.augment.large.size if has_view_size else config.data.stored_size
         return dict.fromkeys(SIZES[:2], size), ""
-    sides = [min(side) for _, *side in read_headers(task)[0]]
+    sides = [min(header.width, header.height) for header in read_headers(task)[0]]
     median_side = int(np.median(sides or [config.data.stored_size]))
     stem = config.model.stem
     if config.model.encoder == "resnet_small":
