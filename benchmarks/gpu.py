@@ -53,7 +53,7 @@ from uno.data.files import Storage
 from uno.data.images import InMemory
 from uno.data.memory import MemoryBatches
 from uno.data.sampling import make_plan
-from uno.data.stream import StreamSet, crop_local, decode_here
+from uno.data.stream import StreamedImages, StreamSet, crop_local
 from uno.data.unreadable import BadRows
 from uno.model import UnoModel, build_network
 from uno.objective import unified_objective
@@ -535,16 +535,15 @@ def stream_of(
     images = InMemory([str(file) for file in files]).take(np.arange(num) % len(files))
     half = num // 2
     threads = available_cpus()
+    bad = BadRows([str(row) for row in range(num)], images, 1.0, Storage(folder))
     train = StreamSet(
-        images=images,
+        StreamedImages.of(config, images, bad),
         labeled=np.arange(half),
         labels=torch.zeros(half, dtype=torch.int64),
         unlabeled=np.arange(half, num),
         num_known=5,
         num_novel=5,
-        bad=BadRows([str(row) for row in range(num)], images, 1.0, Storage(folder)),
         crop=partial(crop_local, threads=threads),
-        decode=decode_here(config, images),
         device=device,
     )
     plan = make_plan(0, config.data.batch_sampling, batch, half, num - half)

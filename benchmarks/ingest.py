@@ -49,7 +49,7 @@ from uno.data.files import Storage
 from uno.data.images import Images, InMemory
 from uno.data.parquet import ParquetImages
 from uno.data.sampling import make_pretrain_plan
-from uno.data.stream import Chunk, CropJob, StreamSet, crop_local, decode_here
+from uno.data.stream import Chunk, CropJob, StreamedImages, StreamSet, crop_local
 from uno.data.unreadable import BadRows
 from uno.presets import preset
 from uno.session.resources import STORE_BYTES
@@ -146,15 +146,13 @@ def job_of(config: Config, images: Images, rows: np.ndarray, folder: str) -> Cro
     plan = make_pretrain_plan(0, BATCH, len(rows))
     bad = BadRows([], images, 1.0, Storage(folder))
     train = StreamSet(
-        images.take(rows),
+        StreamedImages.of(config, images.take(rows), bad),
         np.arange(len(rows)),
         torch.zeros(len(rows), dtype=torch.int64),
         np.empty(0, np.int64),
         1,
         1,
-        bad,
         partial(crop_local, threads=CORES),
-        decode_here(config, images),
     )
     return CropJob(config, train, plan, 0, 1, 0, plan.steps_per_epoch)
 

@@ -1,40 +1,47 @@
 """Measure images/s of ``uno predict``, and of a PyTorch loop over a DataLoader.
 
     python -m benchmarks.predict --rows 2000 --repeats 3
+    python -m benchmarks.predict --rows 8000 --workers 1 2 4 --latency-ms 50
 
-prints one JSON row. Source: CIFAR10-JPEG, one Parquet file of JPEGs (``--data``);
+Each prints one JSON row. Source: CIFAR10-JPEG, a Parquet file of JPEGs (``--data``);
 model: a ResNet18 with the stem for small images, random weights. The plain loop is what
 one writes without us: a Dataset that decodes with Pillow, DataLoader with 2 workers,
-batches of 256, ``inference_mode``, the same network. Both read the same rows on the
-same cores and take turns (A B A B); ours also writes its table. ``--workers 2`` adds a
-turn on two Ray actors, whose start is in its time; that of Ray itself is
-``ray_start_s``. ``--executions 3`` lets that alone take turns with as many executions
-that follow each other, as those of 10^8 rows do, each with actors of its own;
-``restart_s`` is what one more costs. An execution has 512 rows at least.
+batches of 256, ``inference_mode``, the same network. All read the same rows on the same
+cores and take turns (A B A B); ours also writes its table. ``--workers`` adds a turn
+for each number of Ray actors, whose start is in its time; that of Ray itself is
+``ray_start_s``.
+
+With ``--latency-ms`` the rows are shards on an S3 server on this machine, which waits
+so long before each answer, and the predictions are written there. Only Ray's turns are
+measured then, with the small network of the digits on images of 8 pixels, so that
+storage takes most of the time.
 """
 
 import argparse
 import io
 import json
 import os
-import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.fs
 import pyarrow.parquet as pq
 import torch
 from PIL import Image
 from torch import Tensor, nn
 
 from benchmarks.measure import environment, medians, spread, take_turns
+from tests.s3 import BUCKET, make_bucket, store
 from uno.config import override
 from uno.data.files import Storage
-from uno.data.rows import Rows
 from uno.data.sources import read_rows
 from uno.model import build_network
 from uno.presets import preset
@@ -94,11 +101,12 @@ def plain_loop(model: nn.Module, data: Jpegs) -> Tensor:
         return torch.cat([model(images).argmax(dim=-1) for images in loader])
 
 
-def write_run(folder: Path) -> None:
-    """An untrained CIFAR10 model as a run directory."""
-    config = override(preset("cifar10"), {"data.source": "digits"})
-    model = build_network(config, 5, 5, seed=0)
-    save_model(config, Storage(str(folder)), model, 0, [str(i) for i in range(5)])
+def write_run(folder: Path, name: str) -> Storage:
+    """Write an untrained model of a preset as a run directory, and return it."""
+    config = override(preset(name), {"data.source": "digits"})
+    model, storage = build_network(config, 5, 5, seed=0), Storage(str(folder / "run"))
+    save_model(config, storage, model, 0, [str(i) for i in range(5)])
+    return storage
 
 
 def main() -> int:
@@ -112,110 +120,98 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=2000)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
-        "--workers",
-        type=int,
-        default=0,
-        help="Ray actors, besides the measurement without",
+        "--workers", type=int, nargs="+", default=[], help="numbers of Ray actors"
     )
     parser.add_argument(
-        "--executions",
-        type=int,
-        default=0,
-        help="on Ray, besides the measurement with one",
+        "--latency-ms", type=float, default=0, help="of storage; needs --workers"
     )
     options = parser.parse_args()
-    if options.executions and not options.workers:
-        parser.error("--executions needs --workers")
     if not options.data.exists():
         print(f"skipped: no {options.data}", file=sys.stderr)
         return 0
-    folder = Path(tempfile.mkdtemp(prefix="uno-bench-"))
-    try:
-        print(json.dumps(measure(options, folder)))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        print(json.dumps(measure(options, folder, stack)))
     return 0
 
 
-def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """All methods in turn."""
-    rows: Rows = read_rows(
-        override(preset("cifar10"), {"data.source": str(options.data)}).data
-    )
-    rows = rows.take(np.arange(options.rows))
-    write_run(folder / "run")
-    storage = Storage(str(folder / "run"))
-    model = load_classifier(storage)
-    stats = (
-        torch.tensor(values)
-        for values in (model.config.data.mean, model.config.data.std)
-    )
-    data = Jpegs([rows.images[i] for i in range(len(rows))], *stats)
-    plain = Plain(build_network(model.config, 5, 5, seed=0)).eval()
+def upload(table: pa.Table) -> str:
+    """Write shards of 512 rows to the S3 server, and return the source's name."""
+    make_bucket()
+    files, _ = pyarrow.fs.FileSystem.from_uri(f"s3://{BUCKET}/data")
+    for start in range(0, len(table), 512):
+        shard = table.slice(start, 512)
+        pq.write_table(shard, f"{BUCKET}/data/{start:06d}.parquet", filesystem=files)
+    return f"parquet:s3://{BUCKET}/data"
+
+
+def measure(
+    options: argparse.Namespace, folder: Path, stack: ExitStack
+) -> dict[str, Any]:
+    """Measure all methods in turns.
+
+    Args:
+        options: The options of the command line.
+        folder: A folder for the model and the predictions.
+        stack: Ends the S3 server and Ray.
+    """
+    source, output = str(options.data), str(folder / "out")
+    if options.latency_ms:
+        environment_of_clients, _ = stack.enter_context(store(options.latency_ms))
+        os.environ.update(environment_of_clients)
+        source = upload(pq.read_table(options.data).slice(0, options.rows))
+        output = f"s3://{BUCKET}/out"
+    name = "digits" if options.latency_ms else "cifar10"
+    data_config = override(preset("cifar10"), {"data.source": source}).data
+    rows = read_rows(data_config).take(np.arange(options.rows))
+    run = write_run(folder, name)
+    model = load_classifier(run)
     found: dict[str, Any] = {}
 
-    def loop() -> None:
-        found["plain"] = plain_loop(plain, data)
-
-    def output() -> Storage:
-        shutil.rmtree(folder / "out", ignore_errors=True)
-        return Storage(str(folder / "out"))
+    def writer() -> PredictionWriter:
+        storage = Storage(output)
+        storage.delete("")
+        return PredictionWriter(storage, rows, model, embedding=False)
 
     def here() -> None:
-        writer = PredictionWriter(output(), rows, model, embedding=False)
-        predict_rows(model, writer)
-        found["uno"] = pq.read_table(folder / "out")["class_index"].to_numpy()
+        predict_rows(model, writer())
+        found["uno"] = pq.read_table(output)["class_index"].to_numpy()
 
-    methods = {"plain": loop, "uno --workers 0": here}
+    methods: dict[str, Callable[[], None]] = {}
+    if not options.latency_ms:
+        normalization = map(
+            torch.tensor, (model.config.data.mean, model.config.data.std)
+        )
+        images = Jpegs([rows.images[i] for i in range(len(rows))], *normalization)
+        plain = Plain(build_network(model.config, 5, 5, seed=0)).eval()
+        methods["plain"] = lambda: found.update(plain=plain_loop(plain, images))
+        methods["uno --workers 0"] = here
     extra: dict[str, Any] = {}
     if options.workers:
-        from pipelines import predict, ray_env
+        from pipelines import ray_env
         from pipelines.predict import predict_on_ray
 
         start = time.perf_counter()
-        with ray_env.connect() as ray:
-            extra["ray_start_s"] = round(time.perf_counter() - start, 2)
-            config = override(model.config, {"compute.num_workers": options.workers})
+        ray = stack.enter_context(ray_env.connect())
+        extra["ray_start_s"] = round(time.perf_counter() - start, 2)
 
-            def on_ray() -> None:
-                writer = PredictionWriter(output(), rows, model, embedding=False)
-                predict_on_ray(
-                    ray,
-                    config,
-                    read_model_files(storage),
-                    writer,
-                    lambda done, total: None,
-                )
+        def on_ray(workers: int) -> None:
+            config = override(
+                model.config,
+                {"compute.num_workers": workers, "compute.cpus_per_worker": 0.25},
+            )
+            files = read_model_files(run)
+            predict_on_ray(ray, config, files, writer(), lambda done, total: None)
 
-            def in_executions() -> None:
-                few = -(-len(rows) // options.executions)
-                with patch.object(predict, "EXECUTION_ROWS", few):
-                    on_ray()
-
-            if options.executions:
-                methods.clear()
-            methods[f"uno --workers {options.workers}"] = on_ray
-            if options.executions:
-                methods[
-                    f"uno --workers {options.workers}, {options.executions} executions"
-                ] = in_executions
-            seconds = take_turns(methods, options.repeats)
-    else:
-        seconds = take_turns(methods, options.repeats)
+        for workers in options.workers:
+            methods[f"uno --workers {workers}"] = partial(on_ray, workers)
+    seconds = take_turns(methods, options.repeats)
     middle = medians(seconds)
-    if options.executions:
-        one, many = middle.values()
-        extra |= {
-            "restart_s": round((many - one) / (options.executions - 1), 2),
-            "ratio": round(many / one, 3),
-        }
-    else:
+    if found:
         extra["same_class"] = float((found["plain"].numpy() == found["uno"]).mean())
-        extra["speedup"] = {
-            name: round(middle["plain"] / value, 3) for name, value in middle.items()
-        }
+    first = next(iter(middle.values()))
     return {
-        "question": "images/s of uno predict next to a plain DataLoader loop",
+        "question": "images/s of uno predict",
         "command": f"python -m benchmarks.predict {' '.join(sys.argv[1:])}".strip(),
         "data": f"CIFAR10-JPEG test, first {len(rows)} rows",
         **environment(),
@@ -224,6 +220,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "images_per_s": {
             name: round(len(rows) / value, 1) for name, value in middle.items()
         },
+        "speedup": {name: round(first / value, 3) for name, value in middle.items()},
         "spread": spread(seconds),
         "seconds": {
             name: [round(value, 3) for value in values]

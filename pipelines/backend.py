@@ -1,4 +1,7 @@
-"""The backend that does the work of a run on Ray. ``uno`` loads it by name."""
+"""The backend that does a run's work on Ray: training, predictions, and estimates.
+
+``uno`` loads it by name.
+"""
 
 import logging
 import os
@@ -35,7 +38,7 @@ RAY_PAYS_ROWS = 20_000
 
 
 class RayBackend(LocalBackend):
-    """The backend that works on a Ray cluster.
+    """The backend that trains, predicts and estimates on a Ray cluster.
 
     It is the cluster at ``RAY_ADDRESS``, or one that runs on this machine. Otherwise
     one is started on this machine.
@@ -47,51 +50,54 @@ class RayBackend(LocalBackend):
             os.environ[ray_env.ADDRESS] = address
 
     def free_memory(self, config: Config) -> FreeMemory:
-        """Return the free memory of the nodes on which a run's workers will be.
+        """Return the free memory in bytes of the nodes on which a run's workers start.
 
         See :func:`pipelines.nodes.free_memory`.
         """
         return nodes.free_memory(config)
 
     def train(self, run: Run, show: Show) -> dict[str, float]:
-        """Train and evaluate the run with Ray Data and Ray Train.
+        """Train and evaluate a run with Ray Data and Ray Train.
 
         Args:
-            run: The locked run.
+            run: The run, whose directory is locked.
             show: Takes each line of metrics.
 
         Returns:
-            The metrics of the evaluation; empty unless ``run.evaluate``.
+            The metrics of the evaluation by name; empty if ``run.evaluate`` is False.
         """
         return run_on_ray(run, show)
 
     def after_training(self, task: Task) -> Backend:
         """Return the backend for the work after training, such as predictions.
 
+        The aim is the one that ends sooner: Ray for many images that must still be
+        read, this process for few images or for images that it already has in memory.
+
         Args:
             task: The rows of the run.
 
         Returns:
-            This backend if its workers end sooner than this process, else a local one.
-            This backend is returned for at least ``RAY_PAYS_ROWS`` rows, if their
-            images have not been read yet. If this process has the decoded images
-            already, the workers must also belong to a cluster that runs already. If it
-            has the features, the backend is always local.
+            A local backend if there are fewer than ``RAY_PAYS_ROWS`` rows, or if this
+            process already has the features of the rows. If it already has their
+            decoded images, this backend is returned only if the cluster runs already.
+            If it has neither, this backend is returned.
         """
         ready = task.rows.images.prepared(np.arange(0))
         is_left = ready is None or (ready[0].ndim > 2 and self.is_cluster())
         return self if is_left and len(task.rows) >= RAY_PAYS_ROWS else LocalBackend()
 
     def is_cluster(self) -> bool:
-        """Return whether the workers belong to a cluster that runs already."""
+        """Return whether there is a Ray cluster that this command has not started."""
         return ray_env.cluster_address() is not None
 
     def decoder(self, run: Run, model: Classifier) -> Decode:
-        """Return the function that decodes, or encodes, rows of the run for a model.
+        """Return the function that reads rows of a run in the form that a model takes.
 
-        On a cluster that runs already, its workers compute features, because this
-        machine may be small. In all other cases this process does the work: if Ray was
-        started here, if the features are known already, or if the model is that of an
+        The form is decoded images, or features of the model's encoder. On a cluster
+        that runs already, its workers compute features, because this machine may be
+        small. In all other cases the function works in this process: if Ray was started
+        here, if the features are in memory already, or if the model is that of an
         unfinished run.
 
         Args:
@@ -99,7 +105,8 @@ class RayBackend(LocalBackend):
             model: The model.
 
         Returns:
-            A function as :data:`uno.results.infer.Decode`.
+            A function from batches of row numbers to pixels or features, see
+            :data:`uno.results.infer.Decode`.
         """
         here, images = super().decoder(run, model), run.task.rows.images
         ready = images.prepared(np.arange(0))
@@ -116,12 +123,13 @@ class RayBackend(LocalBackend):
         writer: PredictionWriter,
         show: Callable[[int, int], None],
     ) -> Summary:
-        """Classify rows with actors that load the model from the files of its run.
+        """Classify rows with Ray actors that load the model from the files of its run.
 
         Args:
             run: The run of the model.
             model: The model. It is not used, because the actors load it.
-            writer: The predictions. Parts that are stored already are not computed
+            writer: Has the rows to classify, and writes the predictions of each
+                partition of rows. Partitions that are written already are not computed
                 again.
             show: Takes the number of finished rows and of all rows.
 
@@ -136,7 +144,15 @@ class RayBackend(LocalBackend):
     def encoding(
         self, config: Config, should_stop: Callable[[], bool]
     ) -> Iterator[Compute]:
-        """Yield the function that encodes rows with the workers of a cluster."""
+        """Connect to Ray, and yield the function that encodes rows on its workers.
+
+        Args:
+            config: The configuration of the run.
+            should_stop: Returns whether to stop waiting for nodes.
+
+        Yields:
+            A function from a job, an encoder and row numbers to chunks of features.
+        """
         with ray_env.connect(workers=config.compute.num_workers) as ray:
             yield partial(compute_on_ray, ray, give_up=should_stop)
 
@@ -146,6 +162,9 @@ class RayBackend(LocalBackend):
         Args:
             run: The run whose rows are clustered.
             settings: The settings of the estimate.
+
+        Returns:
+            The estimated number, with its interval.
 
         Raises:
             ConfigError: The images do not fit into the memory of this machine.
@@ -171,14 +190,14 @@ class RayBackend(LocalBackend):
 
 
 def check_driver_memory(config: Config, num_rows: int) -> None:
-    """Refuse images that this process cannot hold and send to the workers.
+    """Check that this process can hold all images of a run and send them to workers.
 
     Args:
         config: The configuration of the run.
         num_rows: The number of images.
 
     Raises:
-        ConfigError: The images, or their features, do not fit.
+        ConfigError: The images, or their features, do not fit into free memory twice.
     """
     # One copy is in this process, and one in Ray's object store.
     needed = 2 * num_rows * resources.row_bytes(config)
@@ -199,13 +218,13 @@ def ray_tasks(
     items: Sequence[Any],
     give_up: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[int, Any]]:
-    """Run tasks of Ray, one an item, as :data:`uno.results.estimate.Tasks`.
+    """Run one task of Ray for each item, a limited number at a time.
 
     Args:
-        ray: The connected module.
+        ray: The module ``ray``, connected to a cluster.
         workers: The largest number of tasks at once.
         request: The resources of a task (``num_cpus``, ``num_gpus``).
-        function: It is called with the shared arguments and an item.
+        function: Is called in each task as ``function(*shared, item)``.
         shared: Arguments that are sent to each node once.
         items: The items.
         give_up: Returns whether to cancel all tasks and return.
@@ -214,7 +233,8 @@ def ray_tasks(
         The position of an item and the result, in the order in which tasks end.
 
     Raises:
-        Exception: The error of the function, as it is. Other tasks are cancelled.
+        Exception: The error that the function raised, as it is. Other tasks are
+            cancelled.
         Interrupted: A task was lost again and again.
     """
     stored = ray.put(shared)

@@ -1,8 +1,8 @@
-"""Run the cells of ``uno reproduce`` as processes, on this machine or in tasks of Ray.
+"""Run the cells (training runs) of ``uno reproduce`` as processes, here or on Ray.
 
-A cell waits for the pretraining or the features that it starts from. The file
-``attempts.jsonl`` of the output directory has a line for each attempt: how it ended,
-and after how many seconds.
+A table has a cell for each row, data set and seed. A cell waits for the pretraining or
+the features that it starts from. The file ``attempts.jsonl`` of the output directory
+has a line for each attempt: how it ended, and after how many seconds.
 """
 
 import json
@@ -44,13 +44,14 @@ UNFINISHED = (
 
 
 class CellProcess(NamedTuple):
-    """A run that is a process of its own.
+    """A job that runs as a process: a cell, a pretraining, or a cache of features.
 
     Attributes:
-        name: Its directory below the output.
-        config: Its configuration.
+        name: The path of its run directory, relative to the output directory.
+        config: The configuration of its run.
         label: Its name for people.
-        needs: The directory of the run that it starts from, if any.
+        needs: The ``name`` of the job that must succeed before it; None if it needs
+            none.
     """
 
     name: str
@@ -60,12 +61,12 @@ class CellProcess(NamedTuple):
 
 
 class Attempts(NamedTuple):
-    """All attempts of a job in ``attempts.jsonl``.
+    """All attempts to run one job, from ``attempts.jsonl``.
 
     Attributes:
-        seconds: Seconds of all attempts together.
-        code: Exit code of the last attempt.
-        reason: The last line that the last attempt wrote, if it failed.
+        seconds: The seconds of all attempts together.
+        code: The exit code of the last attempt.
+        reason: The last line that the last attempt wrote; "" if it did not fail.
     """
 
     seconds: float = 0.0
@@ -79,7 +80,14 @@ class Attempts(NamedTuple):
 
 
 def read_attempts(output: Path) -> dict[str, Attempts]:
-    """Return the attempts of every job that was started in ``output``, by name."""
+    """Return the attempts of every job of ``uno reproduce`` that was started before.
+
+    Args:
+        output: The output directory, with ``attempts.jsonl``.
+
+    Returns:
+        The attempts by the name of the job.
+    """
     found: dict[str, Attempts] = {}
     for entry in read_journal(Storage(str(output)), ATTEMPTS):
         seconds = found.get(entry["job"], Attempts()).seconds + entry["seconds"]
@@ -88,10 +96,10 @@ def read_attempts(output: Path) -> dict[str, Attempts]:
 
 
 def start_local(command: list[str], log: Path) -> subprocess.Popen[bytes]:
-    """Start a process on this machine that ends with this one.
+    """Start a process on this machine that ends when this process ends.
 
     Args:
-        command: The command of the process.
+        command: The command of the process, as words.
         log: The file to which its output is appended.
     """
     # In a new session Ctrl-C reaches only the driver, which forwards it.
@@ -107,12 +115,12 @@ def start_local(command: list[str], log: Path) -> subprocess.Popen[bytes]:
 
 
 class RayProcess:
-    """A process in a task of Ray, with the methods of a ``Popen``.
+    """A process that runs inside a task of Ray, with the methods of a ``Popen``.
 
     Args:
         ray: The module ``ray``, connected to a cluster.
         resources: The resources of the task (``num_cpus``, ``num_gpus``).
-        command: The command of the process.
+        command: The command of the process, as words.
         log: The file to which its output is appended.
     """
 
@@ -122,12 +130,12 @@ class RayProcess:
         self._ray, self._stop = ray, log.with_suffix(".stop")
         self._stop.unlink(missing_ok=True)
         # The command resumes its run on another node.
-        self._code = ray.remote(max_retries=3, **resources)(_run).remote(
+        self._code = ray.remote(max_retries=3, **resources)(run_cell).remote(
             command, log, self._stop
         )
 
     def poll(self) -> int | None:
-        """Return the exit code, or None while the process runs.
+        """Return the exit code of the process, or None while it runs.
 
         A process on a node that is lost is started again, at most three times. Then it
         counts as interrupted.
@@ -143,18 +151,18 @@ class RayProcess:
     def terminate(self) -> None:
         """Ask the process to save and end, by a file in the shared output directory.
 
-        Ray may lose an interrupt.
+        A file is used because Ray may lose an interrupt.
         """
         self._stop.touch()
 
 
-def _run(command: list[str], log: Path, stop: Path) -> int:
-    """Run a command until it ends or a file appears, in a task of Ray.
+def run_cell(command: list[str], log: Path, stop: Path) -> int:
+    """Run a command in a task of Ray, until it ends or a stop file appears.
 
     Args:
-        command: The command of the process.
+        command: The command of the process, as words.
         log: The file to which its output is appended.
-        stop: The file that asks the process to save and end.
+        stop: The file whose existence asks the process to save and end.
 
     Returns:
         The exit code of the process.
@@ -176,10 +184,12 @@ Start = Callable[[list[str], Path], Process]
 def run_jobs(
     jobs: Sequence[CellProcess], output: Path, start: Start, capacity: int
 ) -> Iterator[tuple[CellProcess, Attempts]]:
-    """Run all jobs in ``output``, and pass on failures to the jobs that need them.
+    """Run jobs as processes, each as soon as the job that it needs has ended.
+
+    If a job fails, the jobs that need it fail, too.
 
     Args:
-        jobs: The jobs.
+        jobs: The jobs: pretrainings, feature caches and cells.
         output: The output directory.
         start: Starts a command as a process.
         capacity: The largest number of processes at once.
@@ -198,8 +208,10 @@ def run_jobs(
             ready = [job for job in waiting if job.needs not in ahead]
             for job in ready[: capacity - len(running)]:
                 waiting.remove(job)
-                running.append((job, start(*_command(output, job)), time.monotonic()))
-            ended = list(_ended(output, running))
+                running.append(
+                    (job, start(*cell_command(output, job)), time.monotonic())
+                )
+            ended = list(_collect_ended(output, running))
             for job, attempt in ended:
                 yield job, attempt
                 if attempt.code == 0:
@@ -218,20 +230,20 @@ def run_jobs(
         for _, process, _ in running:
             process.terminate()
         while running:
-            yield from _ended(output, running)
+            yield from _collect_ended(output, running)
             time.sleep(POLL_S)
     raise Interrupted("stopped; resume with the same command")
 
 
-def _command(output: Path, job: CellProcess) -> tuple[list[str], Path]:
-    """Write the configuration of a job, and return how to run it.
+def cell_command(output: Path, job: CellProcess) -> tuple[list[str], Path]:
+    """Write the configuration file of a job, and return the command that runs the job.
 
     Args:
         output: The output directory.
         job: The job.
 
     Returns:
-        The command and the log file.
+        The words of the command, and the path of its log file.
     """
     run = output / job.name
     Storage(str(run.parent)).write(f"{run.name}.yaml", dump_yaml(job.config).encode())
@@ -246,10 +258,10 @@ def _command(output: Path, job: CellProcess) -> tuple[list[str], Path]:
     return [*command, "--output", str(run)], Path(f"{run}.log")
 
 
-def _ended(
+def _collect_ended(
     output: Path, running: list[tuple[CellProcess, Process, float]]
 ) -> Iterator[tuple[CellProcess, Attempts]]:
-    """Remove the jobs that have ended from ``running``, and record their attempts.
+    """Remove the jobs whose process has ended from a list, and record their attempts.
 
     Args:
         output: The output directory, in which ``attempts.jsonl`` is written.
@@ -269,7 +281,7 @@ def _ended(
 
 
 def note(output: Storage, name: str, attempt: Attempts) -> None:
-    """Append the attempt of a job to ``attempts.jsonl``.
+    """Append one attempt to run a job to ``attempts.jsonl``.
 
     Args:
         output: The output directory.
@@ -299,7 +311,7 @@ def last_line(log: Path) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one job in this process, and return the exit code.
+    """Run one job of ``uno reproduce`` in this process, and return the exit code.
 
     Args:
         argv: ``KIND --config FILE --output DIR``. The kind ``features`` fills the cache
@@ -320,10 +332,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def end_with_parent() -> None:
-    """Wait until the driver is gone, then ask this process to save and end.
+    """Wait until the process that started this one is gone, then ask this one to end.
 
-    Without a driver no process would record the result. ``UNO_PARENT`` holds the
-    driver's process id. If it is not set, this waits forever.
+    This process gets SIGTERM, so that it saves a checkpoint first. Without the driver
+    no process would record the result. The environment variable ``UNO_PARENT`` holds
+    the driver's process id. If it is not set, this waits forever.
     """
     while os.environ.get(PARENT, "") in ("", str(os.getppid())):
         time.sleep(1.0)

@@ -55,8 +55,10 @@ SENTENCES = {  # a command of another package is listed without one
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``uno ARGV...`` and return its exit code.
 
-    Without ``argv`` the arguments of this process are used, and the process is expected
-    to end afterwards: Ctrl-C is ignored from then on.
+    Args:
+        argv: The name of a command and its arguments. None means the arguments of this
+            process; the process is then expected to end afterwards, because Ctrl-C is
+            ignored from then on.
     """
     return run_guarded(_dispatch, argv) if argv is not None else run(_dispatch)
 
@@ -65,6 +67,9 @@ def run(command: Command) -> int:
     """Run a command with the arguments of this process, and return its exit code.
 
     The process is expected to end afterwards: Ctrl-C is ignored from then on.
+
+    Args:
+        command: Takes the arguments and returns an exit code.
     """
     code = run_guarded(command, sys.argv[1:])
     # At its exit Python would answer Ctrl-C with a traceback.
@@ -76,6 +81,10 @@ def run_guarded(command: Command, argv: Sequence[str]) -> int:
     """Run a command and return its exit code.
 
     An error becomes one line on stderr, and never a traceback.
+
+    Args:
+        command: Takes the arguments and returns an exit code.
+        argv: The arguments.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the shell: `uno ... >&-`
@@ -86,10 +95,10 @@ def run_guarded(command: Command, argv: Sequence[str]) -> int:
 
 @contextmanager
 def _escaped_output() -> Iterator[None]:
-    """Let stdout and stderr show escapes for what their encoding lacks.
+    """Show characters that stdout or stderr cannot encode as escapes, inside the block.
 
     Names of classes and files come from the user's data, and a terminal may be unable
-    to show them.
+    to show them. Without this, printing such a name would raise UnicodeEncodeError.
     """
     changed = list[tuple[io.TextIOWrapper, str]]()
     for stream in (sys.stdout, sys.stderr):
@@ -105,7 +114,14 @@ def _escaped_output() -> Iterator[None]:
 
 
 def _run_guarded(command: Command, argv: Sequence[str]) -> int:
-    """Run a command, and turn the way it ends into an exit code."""
+    """Run a command and return its exit code, or that of the error that it raises.
+
+    An error is printed as one line on stderr.
+
+    Args:
+        command: Takes the arguments and returns an exit code.
+        argv: The arguments.
+    """
     # Requests ignores this, too, but where threads import other packages its filter may
     # be gone by then.
     warnings.filterwarnings("ignore", "SOCKS support in urllib3")
@@ -118,11 +134,11 @@ def _run_guarded(command: Command, argv: Sequence[str]) -> int:
         return code
     except Interrupted as error:
         hint = "" if "resume" in str(error) else "; resume with the same command"
-        return _end(f"{error}{hint}", error.exit_code)
+        return _print_message(f"{error}{hint}", error.exit_code)
     except UnoError as error:
-        return _end(f"error: {error}", error.exit_code)
+        return _print_message(f"error: {error}", error.exit_code)
     except KeyboardInterrupt:
-        return _end(
+        return _print_message(
             "interrupted; the same command resumes from the last checkpoint, if there"
             " is one",
             130,
@@ -135,33 +151,44 @@ def _run_guarded(command: Command, argv: Sequence[str]) -> int:
                 return 141  # the code after SIGPIPE: `uno ... | head`
         meant = as_user_error(error)
         return (
-            _internal(error)
+            _report_defect(error)
             if meant is None
-            else _end(f"error: {meant}", meant.exit_code)
+            else _print_message(f"error: {meant}", meant.exit_code)
         )
 
 
 def _dispatch(argv: Sequence[str]) -> int:
-    """Run the command that the first argument names, or print help or version."""
+    """Run the command that the first argument names, or print the help or the version.
+
+    Args:
+        argv: The arguments of ``uno``.
+
+    Returns:
+        The exit code.
+    """
     commands = {entry.name: entry for entry in entry_points(group="uno.commands")}
     name, *rest = argv or ["--help"]
     if name in ("-h", "--help"):
-        print(_help(commands))
+        print(_help_text(commands))
         return 0 if argv else 2
     if name == "--version":
         print(f"uno {version('uno-discovery')}")
         return 0
     if name in commands:
         return commands[name].load()(rest)
-    return _end(
+    return _print_message(
         "error: unknown command"
         f" {name!r}{did_you_mean(name, commands, 'see uno --help')}",
         2,
     )
 
 
-def _help(commands: dict[str, EntryPoint]) -> str:
-    """Return the text of ``uno --help``."""
+def _help_text(commands: dict[str, EntryPoint]) -> str:
+    """Return the text of ``uno --help``.
+
+    Args:
+        commands: The installed commands by name.
+    """
     names = [
         *(n for n in SENTENCES if n in commands),
         *sorted(commands.keys() - SENTENCES.keys()),
@@ -179,17 +206,23 @@ Novel class discovery: find new classes among unlabeled images.
 uno COMMAND --help lists a command's options; uno --version prints the version."""
 
 
-def _end(line: str, code: int) -> int:
-    """Print a message as one line on stderr, and return the exit code."""
+def _print_message(line: str, code: int) -> int:
+    """Print a message as one line on stderr, and return the given exit code.
+
+    Args:
+        line: The message.
+        code: The exit code.
+    """
     with suppress(OSError):  # the reader is gone
         print("uno:", " ".join(line.split()), file=sys.stderr)
     return code
 
 
-def _internal(error: Exception) -> int:
-    """Report a defect of this program, and return the exit code 1.
+def _report_defect(error: Exception) -> int:
+    """Report an unexpected error, a defect of this program, and return the exit code 1.
 
-    The traceback is written to a temporary file. One line names the error and the file.
+    The traceback is written to a temporary file. One line on stderr names the error and
+    the file.
     """
     try:
         text = f"{' '.join(sys.argv)}\n\n{''.join(traceback.format_exception(error))}"
@@ -200,4 +233,6 @@ def _internal(error: Exception) -> int:
         where = f"traceback in {file.name}"
     except OSError as problem:
         where = f"no traceback: {problem}"
-    return _end(f"error: internal: {type(error).__name__}: {error} ({where})", 1)
+    return _print_message(
+        f"error: internal: {type(error).__name__}: {error} ({where})", 1
+    )

@@ -1,4 +1,4 @@
-"""The commands: the options that they take, and what they do.
+"""The commands of ``uno``: the options that each takes, and the function that runs it.
 
 Large packages are imported when a command runs. ``uno reproduce`` and ``uno tune`` are
 in :mod:`pipelines.reproduce` and :mod:`tune.sweep`. Every command takes the arguments
@@ -30,7 +30,7 @@ from uno.session.configure import expand_output, explain, is_torchrun_rank
 
 if TYPE_CHECKING:
     from uno.data.files import Storage
-    from uno.results.classes import Suggestion
+    from uno.results.classes import OutputClass, Suggestion
     from uno.results.infer import Classifier
     from uno.session.ranks import TorchrunBackend
 
@@ -52,6 +52,11 @@ APPLY = {
     "--file": Argument(
         "Another classes.yaml, such as the one that the report saves; it replaces"
         " RUN/classes.yaml.",
+        str | None,
+    ),
+    "--from": Argument(
+        "Name classes by labels that people gave to images of the run's predictions: a"
+        " table with id and label, or an export of Label Studio, FiftyOne or CVAT.",
         str | None,
     ),
     "--rename": Argument(
@@ -125,18 +130,28 @@ EXPORT = Command(
     "export",
     {
         "RUN": Argument(
-            "The run directory, or a copy of its model/ folder; for an annotation tool"
-            " a run or the output of uno predict."
+            "The run directory, or a copy of its model/ folder; for predictions a run"
+            " or the output of uno predict."
         ),
         "--format": Argument(
             "encoder: safetensors under torchvision's keys; pt2: torch.export, uint8"
             " images -> probabilities; onnx: the same for ONNX runtimes. label-studio,"
-            " fiftyone, cvat: the predictions, for these annotation tools.",
-            Literal["encoder", "pt2", "onnx", "label-studio", "fiftyone", "cvat"],
+            " fiftyone, cvat: the predictions, for these annotation tools; csv, h5ad:"
+            " the predictions, for spreadsheets and anndata.",
+            Literal[
+                "encoder",
+                "pt2",
+                "onnx",
+                "label-studio",
+                "fiftyone",
+                "cvat",
+                "csv",
+                "h5ad",
+            ],
         ),
         "--output": Argument(
-            "A file, default: RUN/model/ and the format's usual name; of an annotation"
-            " tool a directory, default: RUN.",
+            "A file, default: RUN/model/ and the format's usual name; of predictions a"
+            " directory, default: RUN.",
             str | None,
         ),
         "--images": Argument(
@@ -219,7 +234,14 @@ DOCTOR = Command(
 
 
 def demo(argv: Sequence[str]) -> int:
-    """Pretrain, discover and report on the embedded digits, with two Ray workers."""
+    """Pretrain, discover and report on the packaged digits, with two Ray workers.
+
+    Args:
+        argv: The arguments after ``uno demo``.
+
+    Returns:
+        The exit code.
+    """
     return discover(["--workers", "2", *argv], DEMO)
 
 
@@ -231,11 +253,15 @@ def discover(
 ) -> int:
     """Pretrain unless weights are given, discover, evaluate and report.
 
+    With ``--explain`` the configuration is only printed, and with ``--dry-run`` each
+    phase is only tried.
+
     Args:
         argv: The arguments after the name of the command.
         command: The command with its options: ``discover``, ``pretrain`` or ``demo``.
-        last: The last phase, "pretrain" or "discover".
-        ranks: The ranks of torchrun, if this process is rank 0 of them.
+        last: The last phase to train, "pretrain" or "discover".
+        ranks: The ranks of torchrun, if this process is rank 0 of them; None for any
+            other process.
 
     Returns:
         The exit code.
@@ -268,15 +294,28 @@ def discover(
 
 
 def pretrain(argv: Sequence[str]) -> int:
-    """Train the encoder and the known head.
+    """Train the encoder and the head of the known classes on the labeled images.
 
     ``uno discover`` with the same options continues from there.
+
+    Args:
+        argv: The arguments after ``uno pretrain``.
+
+    Returns:
+        The exit code.
     """
     return discover(argv, PRETRAIN, "pretrain")
 
 
 def evaluate(argv: Sequence[str]) -> int:
-    """Evaluate a run and rewrite its ``metrics.json``."""
+    """Compute the metrics of a finished run anew, and write its ``metrics.json``.
+
+    Args:
+        argv: The arguments after ``uno evaluate``.
+
+    Returns:
+        The exit code.
+    """
     options = parse(argv, EVALUATE)
     from uno.session import pipeline
 
@@ -285,7 +324,14 @@ def evaluate(argv: Sequence[str]) -> int:
 
 
 def predict(argv: Sequence[str]) -> int:
-    """Predict a class for every image of a source, and print where the table is."""
+    """Predict a class for every image of a source, and print where the table is.
+
+    Args:
+        argv: The arguments after ``uno predict``.
+
+    Returns:
+        The exit code.
+    """
     options = parse(argv, PREDICT)
     if "output" in (given := options.overrides):
         given["output"] = expand_output(str(given["output"]))
@@ -297,7 +343,14 @@ def predict(argv: Sequence[str]) -> int:
 
 
 def report(argv: Sequence[str]) -> int:
-    """Write the report of a run and print its path."""
+    """Write the HTML report of a run, and print its path.
+
+    Args:
+        argv: The arguments after ``uno report``.
+
+    Returns:
+        The exit code.
+    """
     options = parse(argv, REPORT)
     from uno.session import pipeline
     from uno.session.console import print_line
@@ -307,27 +360,41 @@ def report(argv: Sequence[str]) -> int:
 
 
 def export(argv: Sequence[str]) -> int:
-    """Write the model, or its predictions, for other tools, and print the files."""
+    """Write the model of a run, or its predictions, in a format of other tools.
+
+    The paths of the written files are printed.
+
+    Args:
+        argv: The arguments after ``uno export``, with the format: ``encoder``, ``pt2``
+            or ``onnx`` for the model; ``label-studio``, ``fiftyone``, ``cvat``, ``csv``
+            or ``h5ad`` for the predictions.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigError: ``--images`` is given with a format that is none of an annotation
+            tool.
+    """
     own = parse(argv, EXPORT).args
     from uno.data.files import Storage
-    from uno.results.annotations import FORMATS as ANNOTATION_FORMATS
-    from uno.results.annotations import write_annotations
+    from uno.results.annotations import ANNOTATIONS, TABLES, export_predictions
     from uno.results.export import FORMATS, can_check_onnx, export
     from uno.results.infer import load_classifier, model_folder
     from uno.session.console import print_line
 
     folder = Storage(own.run)
-    if own.format in ANNOTATION_FORMATS:
+    if own.images is not None and own.format not in ANNOTATIONS:
+        raise ConfigError(f"--images is for {', '.join(ANNOTATIONS)}")
+    if own.format in (*ANNOTATIONS, *TABLES):
         target = Storage(own.output or own.run)
-        for path in write_annotations(folder, target, own.format, own.images):
+        for path in export_predictions(folder, target, own.format, own.images):
             print_line(path)
         return 0
-    if own.images is not None:
-        raise ConfigError(f"--images is for {', '.join(ANNOTATION_FORMATS)}")
     model = load_classifier(folder)
     data, name = export(model, own.format), model_folder(folder) + FORMATS[own.format]
     if own.output:
-        folder, name = _place(own.output)
+        folder, name = _split_path(own.output)
     folder.write(name, data)
     checked, side, num = "checked against the model", model.size, len(model.classes)
     if own.format == "onnx" and not can_check_onnx():
@@ -347,9 +414,18 @@ def export(argv: Sequence[str]) -> int:
 
 
 def data(argv: Sequence[str]) -> int:
-    """Check a data set, or pack it into shards.
+    """Check a data set, or write it as Parquet shards.
 
-    The exit code is 2 if the check finds an error.
+    Args:
+        argv: The arguments after ``uno data``, of which the first is ``check`` or
+            ``pack``.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigError: The check finds an error, or an option does not belong to the
+            action.
     """
     options = parse(argv, DATA)
     if options.args.action == "pack":
@@ -367,7 +443,14 @@ def data(argv: Sequence[str]) -> int:
 
 
 def embed(argv: Sequence[str]) -> int:
-    """Write the vectors that a frozen encoder computes for every image of a source."""
+    """Write the features that a frozen encoder computes for every image of a source.
+
+    Args:
+        argv: The arguments after ``uno embed``.
+
+    Returns:
+        The exit code.
+    """
     options = parse(argv, EMBED)
     from uno.session.embed import embed as embed_source
 
@@ -376,7 +459,14 @@ def embed(argv: Sequence[str]) -> int:
 
 
 def estimate(argv: Sequence[str]) -> int:
-    """Estimate the number of novel classes, and write ``estimate.json``."""
+    """Estimate the number of novel classes, and write ``estimate.json``.
+
+    Args:
+        argv: The arguments after ``uno estimate-classes``.
+
+    Returns:
+        The exit code.
+    """
     options = parse(argv, ESTIMATE)
     own = options.args
     from uno.results.estimate import Settings
@@ -388,7 +478,14 @@ def estimate(argv: Sequence[str]) -> int:
 
 
 def doctor(argv: Sequence[str]) -> int:
-    """Print a line for each finding; return 2 if runs are impossible, else 0."""
+    """Check this machine, or all nodes of a cluster, and print a line for each finding.
+
+    Args:
+        argv: The arguments after ``uno doctor``.
+
+    Returns:
+        2 if a finding is an error, so that a run would fail; else 0.
+    """
     own = parse(argv, DOCTOR).args
     from pipelines.doctor import machine
     from uno.session.console import print_line
@@ -407,11 +504,18 @@ def doctor(argv: Sequence[str]) -> int:
 
 
 def classes(argv: Sequence[str]) -> int:
-    """Name, merge or drop the discovered classes of a run.
+    """Name, merge or drop the discovered classes of a run, by a file of edits.
 
-    Without a file of edits and without ``--rename``, ``RUN/classes.yaml`` is written as
-    a template. Otherwise the file is checked, and with ``--apply`` or ``--rename`` the
-    model and all files of the run are updated.
+    The file is ``RUN/classes.yaml`` or that of ``--file``. If there is none, and
+    neither ``--from`` nor ``--rename``, it is written as a template to edit. Otherwise
+    the edits are checked, and with ``--apply`` or ``--rename`` the model and all files
+    of the run are updated.
+
+    Args:
+        argv: The arguments after ``uno classes``.
+
+    Returns:
+        The exit code.
     """
     own = parse(argv, CLASSES).args
     from uno.data.files import Storage
@@ -429,19 +533,20 @@ def classes(argv: Sequence[str]) -> int:
     from uno.session.pipeline import apply_classes
     from uno.session.run import Run
 
-    if own.file is not None and own.rename:
-        raise ConfigError("give either --file or --rename")
+    labels = getattr(own, "from")  # a word of Python
+    if sum(map(bool, (own.file, labels, own.rename))) > 1:
+        raise ConfigError("give only one of --file, --from and --rename")
     storage = Storage(own.run)
     model = load_classifier(storage)
-    folder, name = (storage, YAML_FILE) if own.file is None else _place(own.file)
+    folder, name = (storage, YAML_FILE) if own.file is None else _split_path(own.file)
     path, is_there = (
         folder.path(name),
         own.file is not None or storage.exists(YAML_FILE),
     )
-    if not is_there and not own.rename:
+    if not is_there and not own.rename and labels is None:
         storage.write(
             YAML_FILE,
-            template(model.classes, model.model_hash, _suggestions(model)).encode(),
+            template(model.classes, model.model_hash, _suggest_names(model)).encode(),
         )
         command = f"uno classes {shlex.quote(own.run)} --apply"
         print_line(f"{path} is written: edit it, then run {command}")
@@ -450,9 +555,13 @@ def classes(argv: Sequence[str]) -> int:
     if is_there:
         data = folder.read(name, MAX_STATE_BYTES)
     edited = read_edits(data, path, model.classes, model.model_hash)
-    if own.rename:
-        renamed = rename_classes(edited, own.rename)
-        data = template(renamed, model.model_hash, {}).encode()
+    if own.rename or labels is not None:
+        named = (
+            rename_classes(edited, own.rename)
+            if labels is None
+            else _name_by_labels(storage, edited, labels)
+        )
+        data = template(named, model.model_hash, {}).encode()
         edited = read_edits(data, path, model.classes, model.model_hash)
     if not own.rename:
         for c, fate in edits_of(edited):
@@ -465,26 +574,54 @@ def classes(argv: Sequence[str]) -> int:
             apply_classes(run, model, edited)
             run.storage.write(YAML_FILE, data)
     else:
-        print_line(
-            f"{path} is valid; --apply updates the model and all files of the run"
-        )
+        valid = "names are not applied yet" if labels else f"{path} is valid"
+        print_line(f"{valid}; --apply updates the model and all files of the run")
     return 0
 
 
-def _place(path: str) -> tuple[Storage, str]:
-    """Return the folder and the file name of a path."""
+def _name_by_labels(
+    storage: Storage, classes: Sequence[OutputClass], path: str
+) -> list[OutputClass]:
+    """Name discovered classes by labels that people gave to images, in a majority vote.
+
+    A class whose label is the name of another class is merged into that one. A line
+    about each vote is printed.
+
+    Args:
+        storage: The run directory, with predictions of the labeled images.
+        classes: All classes of the run.
+        path: Path or URI of the file of labels: a table, or an annotation tool's
+            export.
+
+    Returns:
+        All classes, with their new names and the classes into which they are merged.
+    """
+    from uno.data.label_files import read_label_file
+    from uno.results.annotations import count_labels
+    from uno.results.classes import name_classes
+    from uno.session.console import print_line
+
+    given = read_label_file(path)
+    named, lines = name_classes(classes, count_labels(storage, given.classes))
+    for line in (*(f"warning: {warning}" for warning in given.warnings), *lines):
+        print_line(line)
+    return named
+
+
+def _split_path(path: str) -> tuple[Storage, str]:
+    """Split the path of a file into its folder, as a storage, and the file name."""
     from uno.data.files import Storage
 
     parent, name = os.path.split(os.path.expanduser(path))
     return Storage(parent or "."), name
 
 
-def _suggestions(model: Classifier) -> dict[int, Suggestion]:
-    """Suggest names for the discovered classes.
+def _suggest_names(model: Classifier) -> dict[int, Suggestion]:
+    """Suggest names for the discovered classes of a model, from the data of its run.
 
     Returns:
-        Suggestions by the number of the class. Empty, after a warning, if the run's
-        data cannot be read any more.
+        Suggestions by the index of the class. Empty, after a warning, if the run's data
+        cannot be read any more.
     """
     from uno.report.findings import suggestions, summarize
     from uno.report.sample import score_sample

@@ -38,12 +38,12 @@ Facts = Mapping[str, Any]
 
 
 class Finding(NamedTuple):
-    """One line of ``uno doctor``.
+    """One line of ``uno doctor``, about one property of a machine or one node.
 
     Attributes:
         level: ``ok``, ``warning`` or ``error``.
         text: What was found.
-        remedy: What to do about it, or "".
+        remedy: The advice to the user, or "".
     """
 
     level: str
@@ -60,7 +60,7 @@ def machine() -> Iterator[Finding]:
     """Check versions, devices, disk, shared memory and the Ray cluster of this machine.
 
     Yields:
-        The findings.
+        A finding for each property.
     """
     names = ["uno-discovery", "torch", "torchvision", "numpy", "pyarrow"]
     names += ["ray"] if importlib.util.find_spec("ray") else []
@@ -82,12 +82,16 @@ def machine() -> Iterator[Finding]:
             f"no CUDA device (PyTorch is {why}); training runs on"
             f" {available_cpus()} CPU cores",
         )
-    yield from _ray()
-    yield from _space()
+    yield from _check_ray()
+    yield from _check_space()
 
 
-def _ray() -> Iterator[Finding]:
-    """Check whether Ray is installed, and whether the cluster that is named answers."""
+def _check_ray() -> Iterator[Finding]:
+    """Check whether Ray is installed, and whether the cluster in use answers.
+
+    Yields:
+        The findings. The cluster is that of :func:`pipelines.ray_env.cluster_address`.
+    """
     if importlib.util.find_spec("ray") is None:
         yield Finding(
             "warning", "Ray is not installed: --workers 0 only", f"pip install {RAY}"
@@ -113,10 +117,13 @@ def _ray() -> Iterator[Finding]:
         yield Finding("error", str(error))
 
 
-def _space() -> Iterator[Finding]:
+def _check_space() -> Iterator[Finding]:
     """Check the size of shared memory, and the free space on the disks of a run.
 
     The disks are those of the working directory and of Ray's temporary files.
+
+    Yields:
+        A finding for shared memory (``/dev/shm``), if there is any, and for each disk.
     """
     if os.path.isdir("/dev/shm"):
         total = shutil.disk_usage("/dev/shm").total
@@ -164,7 +171,7 @@ def examine_cluster(place: str | None) -> Iterator[Finding]:
             storage.write(name, b"seen")
         try:
             look = partial(node_facts, None if storage is None else storage.uri, name)
-            facts = _answers(ray, {node: on[node](look, 0) for node in nodes})
+            facts = _wait_for_answers(ray, {node: on[node](look, 0) for node in nodes})
         finally:
             if storage is not None:
                 storage.delete(name)
@@ -172,14 +179,14 @@ def examine_cluster(place: str | None) -> Iterator[Finding]:
             if isinstance(about, dict):
                 before, there = (
                     time.time(),
-                    _answers(ray, {node: on[node](time.time, 0)})[node],
+                    _wait_for_answers(ray, {node: on[node](time.time, 0)})[node],
                 )
                 about["late"] = (
                     there - (before + time.time()) / 2
                     if isinstance(there, float)
                     else 0.0
                 )
-        speeds = _all_reduce(ray, nodes, on)
+        speeds = _measure_all_reduce(ray, nodes, on)
     mine = versions()
     for node, about in nodes.items():
         yield line_of(about, facts[node], mine, speeds.get(node))
@@ -198,16 +205,17 @@ def versions() -> dict[str, str]:
 
 
 def node_facts(place: str | None, name: str) -> dict[str, Any]:
-    """Return what is known about the node on which this runs.
+    """Return what can be measured on the node on which this task of Ray runs.
 
     Args:
-        place: A directory, or None.
-        name: The name of the file that must be there.
+        place: The directory that all nodes must see, a path or URI; None checks none.
+        name: The name of a file that must be in the directory.
 
     Returns:
-        ``host``, ``versions``, ``sees`` (whether the file is there; None without a
-        directory), ``gpus`` (their names), ``cuda`` (PyTorch's version of it), ``efa``
-        (the number of cards) and ``plugin`` (of NCCL).
+        ``host``, its name; ``versions``, see :func:`versions`; ``sees``, whether the
+        file is there (None without a directory); ``gpus``, the list of their names;
+        ``cuda``, the CUDA version of PyTorch; ``efa``, the number of EFA network cards;
+        and ``plugin``, the state of NCCL's network plugin, see :func:`plugin`.
     """
     sees: bool | None = None
     if place is not None:
@@ -229,19 +237,26 @@ def node_facts(place: str | None, name: str) -> dict[str, Any]:
 
 
 def efa_devices(folder: str = "/sys/class/infiniband") -> list[str]:
-    """Return the names of network cards that NCCL can use past the kernel (RDMA)."""
+    """Return the names of the network cards with RDMA, such as EFA.
+
+    NCCL can use these without the kernel.
+
+    Args:
+        folder: The directory in which Linux lists such cards.
+    """
     return sorted(os.listdir(folder)) if os.path.isdir(folder) else []
 
 
 def plugin(paths: str | None = None) -> str:
-    """Describe NCCL's network plugin on this machine.
+    """Return the state of NCCL's network plugin (``libnccl-net*.so``) on this machine.
 
     Args:
-        paths: Folders to search, with colons between; by default ``LD_LIBRARY_PATH``
-            and the usual folders.
+        paths: Folders to search, with colons between; None for those of
+            ``LD_LIBRARY_PATH`` and the usual folders.
 
     Returns:
-        ``none``, ``ok``, or a phrase that names the libraries it lacks.
+        ``none`` if there is no plugin, ``ok`` if it can be loaded, or a phrase that
+        names the libraries it lacks.
     """
     paths = paths or f"{os.environ.get('LD_LIBRARY_PATH', '')}:{PLUGIN_PATHS}"
     found = [
@@ -262,13 +277,14 @@ def plugin(paths: str | None = None) -> str:
 def line_of(
     node: Facts, facts: Facts | str, mine: Mapping[str, str], speed: float | str | None
 ) -> Finding:
-    """Return the finding for one node.
+    """Return the finding about one node of a cluster.
 
     Args:
-        node: The node as ``ray.nodes()`` has it.
-        facts: The result of :func:`node_facts`, with ``late``, the difference of the
-            clocks in seconds; or the reason why the node did not answer.
-        mine: The versions on this machine.
+        node: The node, an entry of ``ray.nodes()``.
+        facts: The result of :func:`node_facts`, with ``late``, the difference in
+            seconds between the node's clock and that of this machine; or the reason why
+            the node did not answer.
+        mine: The versions on this machine, by package.
         speed: The bandwidth of the all-reduce in bytes a second, or the reason why
             there is none; None if it was not measured.
     """
@@ -320,18 +336,20 @@ def line_of(
 def reduce_for_a_second(
     rank: int, world: int, master: str, port: int, gpu: bool
 ) -> float:
-    """Measure an all-reduce of 64 MiB over a process group for about one second.
+    """Measure the bandwidth of an all-reduce of 64 MiB for about one second.
+
+    All processes of the group call this.
 
     Args:
         rank: The number of this process in the group, from 0.
-        world: The number of processes.
+        world: The number n of processes.
         master: The address of rank 0.
         port: The port of rank 0.
         gpu: Whether to use NCCL on the first GPU, and not gloo on the CPU.
 
     Returns:
-        Bytes a second that each process sends, and receives: 2 (n - 1) / n of the
-        tensor for each all-reduce.
+        Bytes a second that each process sends, and receives: 2 (n - 1) / n of the 64
+        MiB for each all-reduce.
     """
     import torch.distributed as dist
 
@@ -359,22 +377,22 @@ def reduce_for_a_second(
 
 
 def own_address() -> tuple[str, int]:
-    """Return the address of this node, and a port that is free there."""
+    """Return the IP address of this node, and a port that is free on it."""
     import ray
 
     with socket.create_server(("", 0)) as free:
         return str(ray.util.get_node_ip_address()), free.getsockname()[1]
 
 
-def _all_reduce(
+def _measure_all_reduce(
     ray: Any, nodes: Mapping[str, Facts], on: Mapping[str, Any]
 ) -> dict[str, float | str]:
-    """Measure an all-reduce over the nodes, or over those with a GPU if there are any.
+    """Measure an all-reduce over all nodes, or over those with a GPU if there are any.
 
     Args:
-        ray: The connected module.
+        ray: The module ``ray``, connected to a cluster.
         nodes: The nodes of ``ray.nodes()``, by id.
-        on: For each node the function of :func:`_node_task`.
+        on: For each node the function of :func:`_node_task` that starts a task on it.
 
     Returns:
         For each node that took part the bandwidth in bytes a second, or the reason why
@@ -397,20 +415,31 @@ def _all_reduce(
         )
         for rank, node in enumerate(members)
     }
-    return _answers(ray, jobs)
+    return _wait_for_answers(ray, jobs)
 
 
 def _node_task(ray: Any, node: str) -> Callable[[Callable[[], Any], float], Any]:
-    """Return a function that starts a task on a node.
+    """Return a function that starts a task on one node of the cluster.
 
-    The function takes a function without arguments and a number of GPUs, and returns
-    the reference to the result.
+    Args:
+        ray: The module ``ray``, connected to a cluster.
+        node: Ray's id of the node.
+
+    Returns:
+        A function. It takes a function without arguments and a number of GPUs, and
+        returns the reference to the result.
     """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     there = NodeAffinitySchedulingStrategy(node, soft=False)
 
     def start(function: Callable[[], Any], gpus: float) -> Any:
+        """Start a task on the node, and return the reference to its result.
+
+        Args:
+            function: Runs in the task.
+            gpus: The number of GPUs that the task reserves.
+        """
         options = {
             "num_cpus": 0,
             "num_gpus": gpus,
@@ -422,10 +451,16 @@ def _node_task(ray: Any, node: str) -> Callable[[Callable[[], Any], float], Any]
     return start
 
 
-def _answers(ray: Any, tasks: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the results of tasks by node, within 60 s.
+def _wait_for_answers(ray: Any, tasks: Mapping[str, Any]) -> dict[str, Any]:
+    """Wait up to 60 s for tasks on nodes, and return their results.
 
-    A task that fails or takes longer has one line of text as its result: the reason.
+    Args:
+        ray: The module ``ray``, connected to a cluster.
+        tasks: The reference to the result of each task, by the id of its node.
+
+    Returns:
+        The results by node. A task that fails or takes longer has the reason as its
+        result, one line of text.
     """
     end, found = time.monotonic() + ANSWER_S, dict[str, Any]()
     for node, task in tasks.items():

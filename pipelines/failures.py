@@ -1,4 +1,4 @@
-"""Decide whether a group of workers that failed is started again.
+"""Decide whether Ray Train replaces a group of workers that failed, or the run ends.
 
 Ray Train starts groups again and waits for their nodes. The rules here end a run that
 no other group could continue. This module imports Ray, so it is imported only after
@@ -20,22 +20,23 @@ MAX_DEATHS = 3
 
 
 class Preempted(Exception):
-    """Workers saved a checkpoint because one of their nodes is about to leave."""
+    """Workers saved a checkpoint and ended, because one of their nodes will leave."""
 
 
 class EndWhenHopeless(UserCallback):
-    """The two rules by which a run with Ray Train ends with an error.
+    """A callback of Ray Train that ends a run that no new group of workers can finish.
 
-    An error of this program that the user must act on ends it at once. Three deaths in
-    a row without a new checkpoint end it, too. A preempted group counts as no death.
-    Ray Train calls this in its controller, and an error that is raised here ends the
-    run.
+    There are two rules. A :class:`~uno.errors.UnoError` that the user must act on ends
+    the run at once. Three failures in a row without a new checkpoint end it, too. A
+    preempted group does not count. Ray Train calls this in its controller, and an error
+    that is raised here ends the run.
 
     Args:
-        progress: Returns a number that grows with every checkpoint. It is called in
-            Ray Train's controller.
-        messages: The queue of :class:`pipelines.train.Messages`, or None. It gets
-            ``("lost", line)`` for each group that is replaced.
+        progress: Returns a number that grows with every checkpoint. It is called in Ray
+            Train's controller.
+        messages: The queue of messages to the driver, see
+            :class:`pipelines.train.Messages`. It gets ``("lost", reason)`` for each
+            group that is replaced. None sends nothing.
     """
 
     def __init__(self, progress: Callable[[], int], messages: Any = None) -> None:
@@ -45,7 +46,7 @@ class EndWhenHopeless(UserCallback):
     def after_exception(
         self, run_context: Any, worker_exceptions: Mapping[int, Exception]
     ) -> None:
-        """Raise an error if no other group could continue the run.
+        """End the run by an error if no other group of workers could continue it.
 
         Args:
             run_context: Ray Train's description of the run, which is not used.
@@ -53,7 +54,8 @@ class EndWhenHopeless(UserCallback):
 
         Raises:
             UnoError: The user must act, or workers keep dying.
-            Exception: Another error of a worker occurred three times.
+            Exception: Another error of a worker occurred three times in a row without a
+                new checkpoint.
         """
         lost = [error for error in worker_exceptions.values() if is_of_ray(error)]
         raised = [error for error in worker_exceptions.values() if error not in lost]
@@ -87,23 +89,30 @@ class EndWhenHopeless(UserCallback):
 
 
 def is_of_ray(error: Exception) -> bool:
-    """Return whether Ray itself reports the end of a worker, and not the worker."""
+    """Return whether an error is of Ray itself, which has lost a worker.
+
+    Otherwise the worker's own code has raised it.
+    """
     return type(error).__module__.partition(".")[0] == "ray"
 
 
 def is_lost_connection(error: Exception) -> bool:
-    """Return whether a rank failed because another rank has ended."""
+    """Return whether a rank failed because its connection to another rank broke."""
     return isinstance(error, RuntimeError) and "connection" in str(error).lower()
 
 
 def was_preempted(error: Exception) -> bool:
-    """Return whether a worker died because its node was taken away after a notice."""
+    """Return whether a worker died because its node was taken away after a notice.
+
+    Args:
+        error: The error of the worker, as Ray reports it.
+    """
     failure = getattr(error, "health_check_failure", error)
     return isinstance(failure, RayActorError) and failure.preempted
 
 
 def saved_steps(directory: str) -> int:
-    """Return the sum of the steps of the newest checkpoints of all phases.
+    """Return the training steps in the newest checkpoints, summed over all phases.
 
     The sum grows with every checkpoint.
 

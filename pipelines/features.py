@@ -1,4 +1,4 @@
-"""Compute the features of a frozen encoder on Ray.
+"""Compute the features of images with a frozen encoder on the workers of Ray.
 
 They equal those of :func:`uno.session.data.compute_local` bit for bit.
 """
@@ -22,7 +22,6 @@ from uno.data.features import Chunk, FeatureJob
 from uno.data.images import from_columns, to_columns
 from uno.encoders.build import build_encoder
 from uno.encoders.runtimes import Runtime
-from uno.runs.hardware import at_speed
 
 # The largest number of chunks of a task. A row group of Parquet has more rows than a
 # chunk, so that a task of several chunks reads less.
@@ -36,22 +35,23 @@ def compute_on_ray(
     rows: np.ndarray,
     give_up: Callable[[], bool] = lambda: False,
 ) -> Iterator[Chunk]:
-    """Encode rows by the workers of a cluster.
+    """Encode rows on the workers of a cluster.
 
     Args:
-        ray: The connected module.
-        job: What to encode.
-        encoder: The encoder in eval mode, or a
-            :class:`~uno.encoders.runtimes.Runtime` of it.
-        rows: int64 (n,), numbers of rows of the task.
+        ray: The module ``ray``, connected to a cluster.
+        job: The rows of the task and the settings of their features.
+        encoder: The encoder in eval mode, or a :class:`~uno.encoders.runtimes.Runtime`
+            of it.
+        rows: int64 (n,), the row numbers of the images to encode.
         give_up: Returns whether to stop waiting for nodes.
 
     Yields:
-        The chunks, in order. Their bits are those of one process.
+        The features of up to ``CHUNK_ROWS`` rows at a time, in the order of ``rows``.
+        They are equal, bit for bit, to those of one process.
 
     Raises:
         ConfigError: The encoder returns numbers that are not finite.
-        Interrupted: ``give_up`` says so.
+        Interrupted: ``give_up`` returned True.
     """
     config, reader = job.config, job.task.rows.images.reader()
     plan, encoder = (
@@ -87,16 +87,18 @@ def compute_on_ray(
 
 
 def make_block(job: FeatureJob, rows: np.ndarray, start: int, stop: int) -> pa.Table:
-    """Return rows of a job as the table that is sent to a task.
-
-    The columns are ``row``, the position among the rows that are encoded; ``seed`` of
-    the random views; ``has_views``, whether the row has random views; and the image.
+    """Return rows to encode as the Arrow table that is sent to a task.
 
     Args:
-        job: What is encoded.
-        rows: int64 (n,), the numbers of all rows that are encoded.
-        start: The position of the first row of the table.
+        job: The rows of the task and the settings of their features.
+        rows: int64 (n,), the row numbers of all images that are encoded.
+        start: The position in ``rows`` of the first row of the table.
         stop: The position after its last row.
+
+    Returns:
+        A table with a row for each image: ``row``, the position in ``rows``; ``seed``
+        of the random views; ``has_views``, whether the image gets random views; and the
+        image in the columns of :func:`~uno.data.images.to_columns`.
     """
     own = rows[start:stop]
     return pa.table(
@@ -110,17 +112,19 @@ def make_block(job: FeatureJob, rows: np.ndarray, start: int, stop: int) -> pa.T
 
 
 def decode_block(block: pa.Table, config: Config, reader: Any) -> Iterator[pa.Table]:
-    """Decode the rows of :func:`make_block` in a task.
+    """Decode and crop the images of a table of :func:`make_block`, in a task.
 
     Args:
         block: The table.
         config: The configuration of the run.
-        reader: The reference to what reads images by row number, or None.
+        reader: The reference to the object that reads images by row number; None if the
+            table has the images themselves.
 
     Yields:
-        A table for each chunk of rows: ``row``, ``seed``, ``viewed`` (whether the row
-        has crops of random views), ``reason`` (why the image cannot be read, or None)
-        and ``pixels`` (of all crops of the row).
+        A table for each chunk of ``CHUNK_ROWS`` rows: ``row``, ``seed``, ``viewed``
+        (whether the image has crops of random views), ``reason`` (why the image cannot
+        be read, or None) and ``pixels`` (bytes of the evaluation view and all crops of
+        the image).
     """
     import ray
 
@@ -152,13 +156,15 @@ def decode_block(block: pa.Table, config: Config, reader: Any) -> Iterator[pa.Ta
 
 
 class Featurizer:
-    """An actor of the pool, which loads the encoder once and encodes many blocks.
+    """The model of a Ray actor, which loads an encoder once and encodes many rows.
 
     Args:
         device: The device of the encoder.
-        threads: The number of blocks of rows that are encoded at once.
-        shared: The reference to the configuration, the weights as a safetensors file,
-            and the :class:`~uno.encoders.runtimes.Plan` or None.
+        threads: The number of batches of rows that are encoded at once, one thread
+            each.
+        shared: The reference to the configuration as a dict, the weights as a
+            safetensors file, and the :class:`~uno.encoders.runtimes.Plan` of a faster
+            CPU runtime, or None.
     """
 
     def __init__(self, device: str, threads: int, shared: Any) -> None:
@@ -175,20 +181,24 @@ class Featurizer:
             .to(memory_format=torch.channels_last)
         )
         here = plan is not None and torch.device(device).type == "cpu"
-        self._encoder = at_speed(encoder, plan, threads) if here else encoder
+        self._encoder = Runtime(encoder, plan, threads) if here else encoder
 
     def __call__(self, block: pa.Table) -> pa.Table:
-        """Encode chunks of :func:`decode_block`.
+        """Encode the images of a table of :func:`decode_block`.
+
+        Args:
+            block: The table, with one or more whole chunks of rows.
 
         Returns:
             A table with the columns ``row``, ``reason`` and ``features`` (bytes of
-            float32, the encoded views of a row side by side).
+            float32: the features of all views of an image, one after the other).
         """
         config, seeds = self._config, block["seed"].to_numpy()
         viewed, ok = block["viewed"].to_numpy(), block["reason"].is_null().to_numpy()
         pixels = shared_tensor(bytes_of(block["pixels"], features.row_bytes(config)))
 
         def encode(start: int) -> torch.Tensor:
+            """Encode up to ``ROWS_AT_ONCE`` rows of the table, from ``start`` on."""
             torch.set_num_threads(1)  # for this thread only
             own = slice(start, start + features.ROWS_AT_ONCE)
             # Ray must not have divided the chunks.
@@ -210,9 +220,14 @@ def unpack_chunk(job: FeatureJob, rows: np.ndarray, results: pa.Table) -> Chunk:
     """Return a chunk of features from a table of :meth:`Featurizer.__call__`.
 
     Args:
-        job: What is encoded.
-        rows: int64 (n,), the rows of the chunk.
+        job: The rows of the task and the settings of their features.
+        rows: int64 (n,), the row numbers of the images of the chunk.
         results: The table.
+
+    Returns:
+        The features, float32 (n, 1 + V, D): D numbers for the evaluation view and for
+        each of V random views; with the row numbers, and the reasons why images cannot
+        be read.
 
     Raises:
         ConfigError: The encoder returns numbers that are not finite.

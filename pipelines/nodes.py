@@ -32,13 +32,13 @@ T = TypeVar("T")
 
 
 class WaitLines:
-    """Prints a line every 30 s while workers have no place, or have not begun.
+    """Prints a line every 30 s while workers wait for nodes of a cluster.
 
-    A wait has begun when this is made.
+    The wait begins when this object is made.
 
     Args:
         config: The configuration, with the number of workers.
-        each: The resources of each worker.
+        each: The resources of each worker (``CPU``, ``GPU``).
     """
 
     def __init__(self, config: Config, each: Resources) -> None:
@@ -46,15 +46,19 @@ class WaitLines:
         self.begin()
 
     def begin(self) -> None:
-        """Begin to wait."""
+        """Begin to wait: the next line about missing workers is due in 30 s."""
         self._due: float | None = time.monotonic() + TELL_S
 
     def end(self) -> None:
-        """End the wait, because the workers have begun."""
+        """End the wait, because the workers have begun; no further line is printed."""
         self._due = None
 
     def tell(self) -> bool:
-        """Print a line if it is due, and return whether the wait goes on."""
+        """Print a line about the missing workers if one is due.
+
+        Returns:
+            Whether the wait still goes on.
+        """
         if self._due is None:
             return False
         if time.monotonic() >= self._due:
@@ -64,11 +68,11 @@ class WaitLines:
 
 
 def wanted_and_there(workers: int, each: Resources) -> str:
-    """Return a phrase on the resources that workers need and those that are there.
+    """Return a phrase on the resources that workers need and that the cluster has.
 
     Args:
         workers: The number of workers.
-        each: The resources of each worker.
+        each: The resources of each worker (``CPU``, ``GPU``).
     """
     import ray
 
@@ -87,7 +91,7 @@ def wanted_and_there(workers: int, each: Resources) -> str:
 def wait_for_resources(
     config: Config, give_up: Callable[[], bool], limit_s: float = 0.0
 ) -> Resources:
-    """Wait until the cluster is large enough for all workers.
+    """Wait until the cluster is large enough for all workers of a configuration.
 
     Meanwhile a placement group lets Ray's autoscaler start nodes for them.
 
@@ -97,17 +101,17 @@ def wait_for_resources(
         limit_s: The longest wait in seconds.
 
     Returns:
-        The resources of each worker.
+        The resources of each worker (``CPU``, ``GPU``).
 
     Raises:
-        ConfigError: The cluster is too small for too long.
+        ConfigError: The cluster is still too small after ``limit_s`` seconds.
         Interrupted: ``give_up`` returned True.
     """
     import ray
     from ray.util import placement_group, remove_placement_group
 
     compute, group = config.compute, None
-    start, usual = time.monotonic(), _usual(config)
+    start, usual = time.monotonic(), _default_resources(config)
     lines = WaitLines(config, usual)
     try:
         while True:
@@ -138,12 +142,12 @@ def wait_for_resources(
 def once_one_fits(
     config: Config, ask: Callable[[], T], give_up: Callable[[], bool] = lambda: False
 ) -> T:
-    """Call a function again after a wait, if the cluster is still too small for it.
+    """Call a function, and again after a wait if the cluster is too small at first.
 
     Args:
         config: The configuration of the run.
-        ask: The function. It raises ConfigError if the cluster cannot hold a single
-            task or trial.
+        ask: The function, for example one that computes how many trials run at a time.
+            It raises ConfigError if the cluster cannot hold a single task or trial.
         give_up: Returns whether the user has asked to stop.
 
     Returns:
@@ -167,7 +171,7 @@ def once_one_fits(
 
 
 def free_memory(config: Config) -> "FreeMemory":
-    """Return the memory that is free for a run's workers.
+    """Return the memory in bytes that is free for a run's workers.
 
     On a cluster, nodes for the workers are waited for. A task in the place of each
     worker then measures its node for at most 60 s.
@@ -183,10 +187,9 @@ def free_memory(config: Config) -> "FreeMemory":
         is None.
 
     Raises:
-        ConfigError: The cluster is too small for the workers and does not grow in
-            time.
+        ConfigError: The cluster is too small for the workers and does not grow in time.
     """
-    workers, here = config.compute.num_workers, _free(to_dict(config))
+    workers, here = config.compute.num_workers, _free_on_node(to_dict(config))
     if not workers or not cluster_address():
         return here
     with connect() as ray:
@@ -200,7 +203,7 @@ def free_memory(config: Config) -> "FreeMemory":
             store=min((int(store) for store in stores if store), default=None)
         )
         options = {"num_cpus": each["CPU"], "num_gpus": each.get("GPU", 0)}
-        ask = ray.remote(scheduling_strategy="SPREAD", **options)(_free)
+        ask = ray.remote(scheduling_strategy="SPREAD", **options)(_free_on_node)
         pending = [ask.remote(to_dict(config)) for _ in range(workers)]
         done, waiting = ray.wait(pending, num_returns=workers, timeout=ASK_S)
         for task in waiting:
@@ -216,23 +219,32 @@ def free_memory(config: Config) -> "FreeMemory":
         )
 
 
-def _free(tree: Mapping[str, Any]) -> "FreeMemory":
-    """Return the free memory of this node, for a configuration that is a plain dict."""
+def _free_on_node(tree: Mapping[str, Any]) -> "FreeMemory":
+    """Return the free memory of this node, in a task of Ray.
+
+    Args:
+        tree: The configuration of the run as a plain dict.
+    """
     from uno.session import resources
 
     return resources.free_memory(Config.model_validate(tree))
 
 
 def startup_timeout_s(config: Config) -> float:
-    """Return how many seconds to wait for nodes at the start of a command.
+    """Return how many seconds a command waits for nodes of a cluster when it starts.
 
-    It is 0 if this command starts its own cluster, because that does not grow.
+    It is 0 if the command starts a private cluster on this machine, which cannot grow.
     """
     return 60 * config.compute.wait_minutes if cluster_address() else 0.0
 
 
-def _usual(config: Config) -> Resources:
-    """Return the resources of a worker for a cluster whose size is not known."""
+def _default_resources(config: Config) -> Resources:
+    """Return the resources that a worker asks for before the cluster's size is known.
+
+    Returns:
+        The number of ``CPU``, and of ``GPU`` if the configuration sets the device
+        ``cuda``.
+    """
     usual = {"CPU": config.compute.cpus_per_worker or 1.0}
     return usual | (
         {"GPU": config.compute.gpus_per_worker}
@@ -242,19 +254,22 @@ def _usual(config: Config) -> Resources:
 
 
 def check_shares(config: Config, each: Resources | None = None) -> None:
-    """Check that workers that train together do not share a GPU.
+    """Check that workers that train together have at least one whole GPU each.
 
-    NCCL refuses that ("Duplicate GPU").
+    NCCL refuses ranks that share a GPU ("Duplicate GPU").
 
     Args:
         config: The configuration of the run.
-        each: The resources of a worker; by default those that are known before the
-            cluster is.
+        each: The resources of a worker; None for those that the configuration asks for,
+            before the cluster is known.
 
     Raises:
-        ConfigError: They would share a GPU.
+        ConfigError: There are several workers, and they would share a GPU.
     """
-    workers, share = config.compute.num_workers, (each or _usual(config)).get("GPU", 1)
+    workers, share = (
+        config.compute.num_workers,
+        (each or _default_resources(config)).get("GPU", 1),
+    )
     if workers > 1 and share < 1:
         raise ConfigError(
             f"{plural(workers, 'worker')} of {share:g} GPUs would share GPUs; NCCL"
@@ -263,15 +278,18 @@ def check_shares(config: Config, each: Resources | None = None) -> None:
 
 
 def with_decoding(config: Config, each: Resources) -> Resources:
-    """Return the resources of workers on GPUs that stream, with CPUs for decoding.
+    """Add CPUs for decoding to the resources of GPU workers that stream their images.
 
-    A worker gets an equal share of the CPUs of its node, on the node that has least.
-    ``compute.cpus_per_worker`` has priority. Workers on CPUs compute with all cores,
-    and get nothing more.
+    A worker gets an equal share of the CPUs of its node; the smallest share of all
+    nodes counts. ``compute.cpus_per_worker`` has priority. Workers without a GPU
+    already compute with all cores, and get nothing more.
 
     Args:
         config: The configuration of the run.
-        each: The resources of each worker.
+        each: The resources of each worker (``CPU``, ``GPU``).
+
+    Returns:
+        The resources of each worker.
     """
     import ray
 

@@ -1,7 +1,7 @@
-"""Parse the command line of every command.
+"""Parse a command line: the command's own arguments and settings of the configuration.
 
-The options of a command are the fields of the schema (``--objective.epsilon``), their
-short forms (``--batch-size``) and the arguments that a :class:`Command` declares.
+The options of a command are the fields of the configuration (``--objective.epsilon``),
+their short forms (``--batch-size``) and the arguments that a :class:`Command` declares.
 :mod:`uno.session.configure` makes a configuration of them. pydantic checks every value,
 so that an error is one line with the name of the field.
 """
@@ -51,14 +51,15 @@ The name is "" for the words before the first option.
 
 
 class Argument(NamedTuple):
-    """One argument of a command.
+    """The declaration of one argument or option of a command.
 
     Attributes:
         sentence: The sentence in the help.
         type: The type of the value. A bool is a switch, and list[str] takes many words.
         default: The default. If it is None, and the type does not allow None, the
             argument must be given.
-        key: The dotted key, if this is a field of the schema.
+        key: The dotted key, such as ``objective.epsilon``, if this sets a field of the
+            configuration; "" for a command's own argument.
         negated: Whether this is the second form of a boolean field, such as
             ``--objective.no-concat``.
     """
@@ -71,12 +72,12 @@ class Argument(NamedTuple):
 
     @property
     def required(self) -> bool:
-        """Whether the command needs this argument."""
+        """Whether this argument must be given, because it has no default."""
         return self.default is None and NoneType not in get_args(self.type)
 
     @property
     def most_words(self) -> int:
-        """The largest number of words that may follow the argument."""
+        """The largest number of words that this argument takes as its value."""
         if self.type is bool:
             return 1 if self.key and not self.negated else 0
         kind = self.plain_type
@@ -91,16 +92,18 @@ class Argument(NamedTuple):
 
     @property
     def takes_numbers(self) -> bool:
-        """Whether words that look like numbers are read as numbers."""
+        """Whether words such as ``3`` after this argument are read as numbers."""
         kinds = get_args(self.plain_type) or (self.plain_type,)
         return not {int, float}.isdisjoint(kinds)
 
     def value(self, name: str, words: Sequence[str]) -> Any:
-        """Return the value that the words after the argument mean, still as text.
+        """Return the value of this argument for the words that follow its name.
+
+        Words are returned as text; they are not converted to the argument's type here.
 
         Args:
             name: The name of the argument, for the error.
-            words: The words.
+            words: The words of the command line after the name.
 
         Returns:
             A word, all words if the argument takes several, a bool for a switch without
@@ -127,7 +130,11 @@ class Argument(NamedTuple):
 
 
 def switch(sentence: str) -> Argument:
-    """Declare an argument without a value, which is off unless it is given."""
+    """Return the declaration of an option without a value, which is off by default.
+
+    Args:
+        sentence: The sentence in the help.
+    """
     return Argument(sentence, bool, False)
 
 
@@ -147,16 +154,17 @@ SIZE_FLAG = {
 
 @dataclass(frozen=True)
 class Command:
-    """A command, and the arguments and options that it takes.
+    """The declaration of a command with its arguments and options.
 
     Attributes:
         name: The name after ``uno``.
-        arguments: Its own arguments. A name without dashes is positional.
-        takes: The fields of the schema that are options: ``all``, from which one
-            configuration is made; ``changes``, all fields as changes to existing
-            configurations; ``some``, those that name the command in their declaration;
+        arguments: The command's own arguments by name. A name without dashes is
+            positional.
+        takes: Which fields of the configuration are options: ``all`` (they make one
+            configuration); ``changes`` (all fields, as changes to existing
+            configurations); ``some`` (those whose declaration names the command);
             ``none``.
-        output: The default of the output directory.
+        output: The default of the output directory; None without a default.
         text: A text for the help.
         examples: Examples for the help. A command with examples prints the help if it
             has no arguments.
@@ -171,7 +179,7 @@ class Command:
 
     @property
     def usage(self) -> str:
-        """The usage line, such as ``uno evaluate RUN [OPTIONS]``."""
+        """The usage line of this command, such as ``uno evaluate RUN [OPTIONS]``."""
         names = [
             n if a.required else f"[{n}]"
             for n, a in self.arguments.items()
@@ -180,10 +188,13 @@ class Command:
         return " ".join(["uno", self.name, *names, "[OPTIONS]"])
 
     def flags(self, *methods: str) -> dict[str, Argument]:
-        """Return all arguments by name: the command's own, then those of the schema.
+        """Return all arguments of this command: its own, then configuration fields.
 
         Args:
-            *methods: Methods whose own constants are options, too.
+            *methods: Names of methods whose settings of their own are options, too.
+
+        Returns:
+            The declarations by name, such as ``RUN`` or ``--batch-size``.
         """
         own = {
             **self.arguments,
@@ -199,19 +210,24 @@ class Command:
         return {**own, **SIZE_FLAG, **dict(schema_flags(fields_of(*methods))), **own}
 
     def may_change(self, key: str) -> bool:
-        """Return whether a field of the schema is an option of this command."""
+        """Return whether a field of the configuration is an option of this command.
+
+        Args:
+            key: The dotted key of the field.
+        """
         return self.takes != "some" or self.name in field_traits(key).commands.split()
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a command line.
+    """The parsed options of a command line.
 
     Attributes:
-        command: The command.
-        args: The command's own arguments: ``args.dry_run`` is ``--dry-run``.
-        yaml_values: The values of the files of ``--config``, by dotted key.
-        cli_values: The values on the command line, by dotted key.
+        command: The declaration of the command.
+        args: The values of the command's own arguments: ``args.dry_run`` is
+            ``--dry-run``.
+        yaml_values: The settings in the files of ``--config``, by dotted key.
+        cli_values: The settings on the command line, by dotted key.
     """
 
     command: Command
@@ -221,12 +237,12 @@ class Options:
 
     @property
     def overrides(self) -> dict[str, Any]:
-        """All values that the user set, by dotted key."""
+        """All settings of the user, from files and the command line, by dotted key."""
         return merge_settings(self.yaml_values, self.cli_values)
 
     @cached_property
     def config(self) -> Config:
-        """The configuration that follows from the line and its files.
+        """The configuration that follows from the command line and its files.
 
         If the user names no output directory, it is the default of the command.
         """
@@ -237,13 +253,16 @@ class Options:
 def parse(argv: Sequence[str], command: Command) -> Options:
     """Parse the arguments of a command.
 
-    ``--help`` prints the help and ends the process. So does an empty line if the
-    command needs an argument or has examples. Words that no option takes are the
+    ``--help`` prints the help and ends the process. So does an empty command line if
+    the command needs an argument or has examples. Words that no option takes are the
     positional arguments, in their order.
 
     Args:
         argv: The arguments after the name of the command.
-        command: The command.
+        command: The declaration of the command.
+
+    Returns:
+        The values of all arguments.
 
     Raises:
         ConfigError: An option is unknown, a value is refused, or an argument is
@@ -251,11 +270,11 @@ def parse(argv: Sequence[str], command: Command) -> Options:
         SystemExit: The help was printed.
     """
     asked, arguments = {"--help", "-h", HELP_ALL}.intersection(argv), command.arguments
-    groups = list(_groups(token for token in argv if token not in asked))
+    groups = list(_split_options(token for token in argv if token not in asked))
     positional = [name for name in arguments if not name.startswith("-")]
     own, file, line = dict[str, Any](), dict[str, Any](), dict[str, Any]()
     try:
-        flags = _flags(groups, command, file)
+        flags = _read_flags(groups, command, file)
         for name, joined, words in groups:
             most = max(flags[name].most_words, joined) if name else 0
             words, surplus = words[:most], words[most:]
@@ -308,15 +327,16 @@ def parse(argv: Sequence[str], command: Command) -> Options:
 def schema_flags(
     fields: Mapping[str, FieldInfo] = Config.model_fields, prefix: str = ""
 ) -> Iterator[tuple[str, Argument]]:
-    """List the options of fields of the schema.
+    """Declare the command-line options of fields of the configuration.
 
     Args:
-        fields: Fields or sections by name.
-        prefix: The dotted key of the section with a dot at the end, or "".
+        fields: Fields, or sections with fields, by name.
+        prefix: The dotted key of their section with a dot at the end, or "".
 
     Yields:
-        The name of each option and its argument: the long form of a field first, then
-        the short form, then the ``no-`` form of a boolean field.
+        The name of each option and its declaration. For a field, the long form comes
+        first (``--train.batch-size``), then the short form (``--batch-size``), then the
+        ``no-`` form if the field is boolean.
     """
     for name, info in fields.items():
         key, kind = f"{prefix}{name}", info.annotation
@@ -337,18 +357,22 @@ def schema_flags(
             )
 
 
-def _flags(
+def _read_flags(
     groups: list[Group], command: Command, file: dict[str, Any]
 ) -> dict[str, Argument]:
-    """Return the options of a line by name, and read its files of ``--config``.
+    """Return the options that a command line may have, and read its ``--config`` files.
 
     Args:
-        groups: The groups of the line.
-        command: The command.
-        file: Takes the values of the files, by dotted key.
+        groups: The options of the command line with their words, from
+            :func:`_split_options`.
+        command: The declaration of the command.
+        file: Gets the settings of the files, by dotted key.
+
+    Returns:
+        The declarations by name.
 
     Raises:
-        ConfigError: The line has another option, or a file cannot be read.
+        ConfigError: The command line has another option, or a file cannot be read.
     """
     if command.takes != "none":
         for words in (
@@ -366,15 +390,16 @@ def _flags(
 
 
 def _methods_in(groups: list[Group], file: Mapping[str, Any]) -> list[str]:
-    """Return the methods whose own constants a line may set.
+    """Return the names of the methods whose own settings a command line may change.
 
     Args:
-        groups: The groups of the line.
-        file: The values of the files of ``--config``, by dotted key.
+        groups: The options of the command line with their words, from
+            :func:`_split_options`.
+        file: The settings of the files of ``--config``, by dotted key.
 
     Returns:
-        The method that the line or a file chooses, which need not exist, and the
-        methods of this package whose section an option names.
+        The method that the command line or a file chooses, which need not exist, and
+        the methods of this package whose section an option names.
     """
     found = [str(file.get("method", DEFAULT))]
     for name, _, words in groups:
@@ -386,15 +411,18 @@ def _methods_in(groups: list[Group], file: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _groups(argv: Iterable[str]) -> Iterator[Group]:
-    """Divide a line into its options, each with the words that follow.
+def _split_options(argv: Iterable[str]) -> Iterator[Group]:
+    """Divide a command line into its options, each with the words that follow it.
 
     For example, ``x --a 1 2 --b=3`` yields ``("", False, ["x"])``, ``("--a", False,
-    ["1", "2"])`` and ``("--b", True, ["3"])``. The bool says whether the value follows
-    an equals sign.
+    ["1", "2"])`` and ``("--b", True, ["3"])``.
 
     Args:
-        argv: The words of the line.
+        argv: The words of the command line.
+
+    Yields:
+        The name of an option, "" for the words before the first one; whether its value
+        follows an equals sign; and the words.
     """
     name, equals, words = "", "", list[str]()
     for token in argv:
@@ -420,12 +448,13 @@ The defaults below are the values of this command line.
 def _print_help(options: Options, everything: bool) -> None:
     """Print the help of a command: its arguments with their sentence and value.
 
-    Values are those of the line, or of the preset ``digits`` if the line has a mistake.
+    Values are those of the command line, or of the preset ``digits`` if the line has a
+    mistake.
 
     Args:
-        options: The options of the line.
-        everything: Whether to list all fields of the schema. Otherwise only fields with
-            a short form are listed, by that form.
+        options: The options of the command line.
+        everything: Whether to list all fields of the configuration. Otherwise only
+            fields with a short form are listed, by that form.
     """
     command = options.command
     print(f"usage: {command.usage}\n\n{SENTENCES[command.name]}\n")
@@ -489,9 +518,12 @@ def _print_help(options: Options, everything: bool) -> None:
 
 
 def placeholder(kind: Any) -> str:
-    """Return the placeholder for a value in the help.
+    """Return the text that stands for a value of a type in the help.
 
     For example ``INT``, ``FLOAT FLOAT``, ``{paper,v2}`` or ``INT|auto|None``.
+
+    Args:
+        kind: The type, such as ``int`` or ``Literal["paper", "v2"]``.
     """
     parts, origin = get_args(kind), get_origin(kind)
     if not parts:

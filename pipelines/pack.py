@@ -1,4 +1,4 @@
-"""Run ``uno data pack`` on this machine or on Ray.
+"""Run ``uno data pack``, which writes images as Parquet shards, here or on Ray.
 
 On Ray a task packs each shard: it reads the rows and writes the file.
 """
@@ -37,13 +37,14 @@ def pack_data(config: Config, shard_mb: int, given: Mapping[str, Any]) -> int:
     """Write a source as Parquet shards, print a summary, and return the exit code 0.
 
     Args:
-        config: The source and the output directory.
+        config: The configuration with the source and the output directory.
         shard_mb: The size of a shard in MiB.
-        given: The settings that the user gives, by dotted key. Ray is used if they have
-            ``compute.num_workers`` other than 0.
+        given: The settings that the user gives, by dotted key. Ray is used if
+            ``compute.num_workers`` is among them and not 0.
 
     Raises:
-        ConfigError: There is no output directory, or the cluster cannot do it.
+        ConfigError: There is no output directory, or the cluster cannot write to it or
+            is too small.
     """
     if config.output is None:
         raise ConfigError("uno data pack needs --output DIR, the place for the shards")
@@ -77,16 +78,20 @@ def pack_data(config: Config, shard_mb: int, given: Mapping[str, Any]) -> int:
 
 
 def store_on_ray(ray: Any, config: Config) -> Store:
-    """Return a function that stores shards by tasks of Ray.
+    """Return a function that writes shards by tasks of Ray.
 
     There are at most as many tasks at a time as workers. Image paths must be valid on
     every node, and so must an output that is a URI. If the output is a local directory,
-    all tasks run on this node. The facts about all rows are in the object store. Nodes
-    are waited for.
+    all tasks run on this node. The labels and other facts of the rows are in the object
+    store. Before this returns, it waits for a node with a free CPU.
 
     Args:
-        ray: The connected module.
+        ray: The module ``ray``, connected to a cluster.
         config: The configuration with the output directory and the number of workers.
+
+    Returns:
+        A function that takes the output, the rows and the shards to write, and yields
+        each written shard.
 
     Raises:
         ConfigError: The output is local, and Ray has no CPU on this node; or no node
@@ -109,7 +114,13 @@ def store_on_ray(ray: Any, config: Config) -> Store:
     def store(
         output: Storage, rows: Rows, shards: Iterator[ShardRows]
     ) -> Iterator[Shard]:
-        """Store shards, and yield the result of each, in order."""
+        """Write shards by tasks of Ray, and yield each written shard, in order.
+
+        Args:
+            output: The directory of the pack.
+            rows: All rows of the source.
+            shards: The rows of each shard.
+        """
         shared = ray.put((without_images(rows), rows.images.reader()))
         here = {NODE: own} if output.is_local else None
         write = partial(write_shard, target=output.uri, shared=shared)
@@ -134,15 +145,21 @@ def store_on_ray(ray: Any, config: Config) -> Store:
 
 
 def without_images(rows: Rows) -> Rows:
-    """Return rows without their images, for the tasks."""
+    """Return the rows without their images, which are sent to tasks separately."""
     return replace(rows, images=InMemory(range(len(rows))))
 
 
 def shard_block(shard: ShardRows, rows: Rows) -> pa.Table:
-    """Return a shard as the table that is sent to a task.
+    """Return the rows of a shard as the Arrow table that is sent to a task.
 
-    Its columns are the name of the shard, the row group and the number of each row, and
-    the images.
+    Args:
+        shard: The row numbers and row groups of the shard.
+        rows: All rows of the source.
+
+    Returns:
+        A table with a row for each image: the columns ``name`` (of the shard),
+        ``group`` (the number of its Parquet row group), ``row`` (its row number in the
+        source), and the columns of :func:`~uno.data.images.to_columns` for the image.
     """
     columns = to_columns(rows.images, shard.rows)
     name = pa.DictionaryArray.from_arrays(
@@ -153,16 +170,17 @@ def shard_block(shard: ShardRows, rows: Rows) -> pa.Table:
 
 
 def write_shard(block: pa.Table, target: str, shared: Any) -> pa.Table:
-    """Write one shard, in a task.
+    """Write one Parquet shard, in a task of Ray.
 
     Args:
         block: A table of :func:`shard_block`.
         target: The output directory.
-        shared: The reference to the rows, and to what reads images by row number.
+        shared: The reference to a pair: all rows without images; and the reader of
+            images by row number, or None if the table has the images.
 
     Returns:
-        A table of one row: the name of the file, the number of rows in it, and ``bad``,
-        the id and the reason of each row that is not in it.
+        A table of one row: ``name``, the name of the file; ``rows``, the number of rows
+        in it; and ``bad``, the id and the reason of each row that is left out.
     """
     import ray
 

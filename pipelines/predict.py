@@ -1,6 +1,6 @@
-"""Run a trained model over rows with Ray Data.
+"""Run a trained model over images with Ray Data, for predictions or features.
 
-The steps are: tasks on any node read and decode the rows, and actors with the model
+The steps are: tasks on any node read and decode the images, and actors with the model
 compute results. For predictions a pool of actors writes one file for each partition of
 rows. Features are sent to the driver. Batches and files are the same as with the
 threads of one process, so the results are, too.
@@ -34,7 +34,7 @@ from uno.data.decode import Decoding
 from uno.data.files import Storage
 from uno.data.images import Images, InMemory, from_columns, to_columns
 from uno.data.rows import Rows
-from uno.encoders.runtimes import Plan, choose_runtime
+from uno.encoders.runtimes import Plan, Runtime, choose_runtime
 from uno.model import features_of
 from uno.results.infer import Decode, build_classifier
 from uno.results.predictions import (
@@ -45,7 +45,7 @@ from uno.results.predictions import (
     decode_chunk,
     split_chunks,
 )
-from uno.runs.hardware import at_speed, num_threads
+from uno.runs.hardware import num_threads
 
 # largest number of rows whose places are in the object store at once
 EXECUTION_ROWS = 2**24
@@ -61,13 +61,13 @@ Its arguments are the directory, the number of the partition, and the results.
 
 
 class WriterPool(NamedTuple):
-    """How a pool of actors stores partitions of rows.
+    """How a pool of Ray actors writes results: a file for each partition of rows.
 
     Attributes:
         storage: The directory of the results.
-        write: Stores the results of a partition, see :data:`Write`.
-        part_rows: The number of rows of a partition, a multiple of the rows of a
-            chunk. The last partition may have fewer.
+        write: Writes the results of a partition, see :data:`Write`.
+        part_rows: The number of rows of a partition, a multiple of the rows of a chunk.
+            The last partition may have fewer.
     """
 
     storage: Storage
@@ -87,26 +87,28 @@ def map_through_model(
     writers: WriterPool | None = None,
     give_up: Callable[[], bool] = lambda: False,
 ) -> Iterator[pa.Table]:
-    """Map rows through a model on Ray.
+    """Decode images and map them through a model, with Ray Data.
 
-    Image paths must be valid on every node. Nodes are waited for.
+    Image paths must be valid on every node. The call waits for nodes if the cluster is
+    too small.
 
     Args:
-        ray: The connected module.
+        ray: The module ``ray``, connected to a cluster.
         config: The configuration, with the number and the resources of workers.
-        blocks: Tables with a column ``row``. With ``writers``, each is one partition.
-        decode: Turns such a table into tables of chunks, with pixels.
-        model: Builds the model of an actor by ``model(device, threads, *loaded)``. It
-            is called with one chunk at a time.
-        loaded: Arguments for ``model``.
+        blocks: Tables of images to read, with a column ``row``. With ``writers``, each
+            is one partition.
+        decode: Turns such a table into tables of chunks, with decoded pixels.
+        model: Builds the model of an actor by ``model(device, threads, *loaded)``. The
+            model is called with one chunk at a time, and returns a table of results.
+        loaded: Further arguments for ``model``.
         chunk_rows: The number of rows of a chunk. The last one may have fewer.
-        row_bytes: The bytes of the pixels of a row.
-        writers: Stores the results; None sends them to this process.
+        row_bytes: The bytes of the pixels of an image.
+        writers: How results are written to files; None sends them to this process.
         give_up: Returns whether to stop waiting for nodes.
 
     Yields:
         The results of each chunk, in order; with ``writers``, tables with the column
-        ``number`` of the partitions that were stored.
+        ``number`` of the partitions that were written.
 
     Raises:
         ConfigError: The cluster had no place for the workers in time.
@@ -157,13 +159,13 @@ def map_through_model(
 
 
 class ModelActor:
-    """An actor that builds the model on its own node and calls it with chunks.
+    """A Ray actor that builds a model on its own node and calls it with chunks of rows.
 
     Args:
         build: Builds the model, see :func:`map_through_model`.
-        config: The configuration.
+        config: The configuration of the run.
         resources: The resources of the actor (``CPU``, ``GPU``).
-        loaded: Arguments for ``build``.
+        loaded: Further arguments for ``build``.
     """
 
     def __init__(
@@ -177,18 +179,18 @@ class ModelActor:
         self._model = build(device, threads_of_actor(config, resources), *loaded)
 
     def __call__(self, chunk: pa.Table) -> pa.Table:
-        """Return the results of a chunk of rows."""
+        """Return the model's table of results for a table of one chunk of images."""
         return self._model(chunk)
 
 
 def threads_of_actor(config: Config, resources: dict[str, float]) -> int:
-    """Return the number of threads of torch in an actor, on the node of the actor.
+    """Return the number of threads of torch in an actor, on the actor's node.
 
     It is an equal share of the cores of this node for each actor that fits on it.
     ``compute.threads`` has priority.
 
     Args:
-        config: The configuration.
+        config: The configuration of the run.
         resources: The resources of an actor (``CPU``, ``GPU``).
     """
     import ray
@@ -200,14 +202,14 @@ def threads_of_actor(config: Config, resources: dict[str, float]) -> int:
 
 
 class Writer:
-    """An actor that stores partitions.
+    """A Ray actor that writes a file for each partition of results.
 
     Tasks would be 5 times slower for the digits. Ray keeps no more idle processes than
     there are CPUs, so each task would start a process.
 
     Args:
         target: The directory of the results.
-        write: Stores the results of a partition, see :data:`Write`.
+        write: Writes the results of a partition, see :data:`Write`.
         size: The number of rows of a partition. The last one may have fewer.
     """
 
@@ -215,7 +217,11 @@ class Writer:
         self._storage, self._write, self._size = Storage(target), write, size
 
     def __call__(self, results: pa.Table) -> pa.Table:
-        """Store all results of one partition, given in order.
+        """Write all results of one partition.
+
+        Args:
+            results: A table of the results in the order of their column ``row``, the
+                position among all rows.
 
         Returns:
             A table of one row, the ``number`` of the partition.
@@ -239,13 +245,14 @@ def predict_on_ray(
     writer: PredictionWriter,
     on_progress: Callable[[int, int], None],
 ) -> Summary:
-    """Classify the rows that are missing in a set of predictions, on Ray.
+    """Classify with Ray the rows whose predictions are not written yet.
 
     Args:
-        ray: The connected module.
+        ray: The module ``ray``, connected to a cluster.
         config: The configuration of the run.
-        files: The files of the model, by name.
-        writer: The predictions. Parts that are stored already are not computed again.
+        files: The content of the files of the model, by name.
+        writer: Has the rows to classify, and writes the predictions of each partition
+            of rows. Partitions that are written already are not computed again.
         on_progress: Takes the number of finished rows and of all rows.
 
     Returns:
@@ -283,24 +290,26 @@ def encode_on_ray(
     config: Config,
     files: Mapping[str, bytes],
     images: Images,
-    here: Decode,
+    fallback: Decode,
     batches: Iterable[np.ndarray],
 ) -> Iterator[tuple[np.ndarray, Tensor, Sequence[str | None]]]:
-    """Compute features on Ray workers, as :data:`uno.results.infer.Decode`.
+    """Compute features of images with the encoder of a run, on Ray workers.
 
     If workers are lost, or if they can read no image because the files are on this
     machine, a warning says so and this machine computes everything.
 
     Args:
         config: The configuration of the run.
-        files: The files of the model, by name.
+        files: The content of the files of the model, by name.
         images: The images of all rows.
-        here: Computes the features on this machine.
+        fallback: Decodes the same batches on this machine, see
+            :data:`uno.results.infer.Decode`. It is used only if Ray fails.
         batches: Batches of row numbers, int64 (b,).
 
     Returns:
-        For each batch its row numbers, the features float32 (b, D), and for each row
-        the reason why it has none, or None.
+        For each batch its row numbers, float32 (b, D) with the D features of each
+        image, and for each row the reason why its image cannot be read, or None. If Ray
+        fails, it is the result of ``fallback``.
     """
     rows, size = list(batches), build_classifier(files).size
     ends = np.cumsum([len(some) for some in rows])
@@ -333,15 +342,19 @@ def encode_on_ray(
     log.warning(
         "workers were lost or can read no image: this machine computes the features"
     )
-    return here(rows)
+    return fallback(rows)
 
 
 def make_block(data: Rows, rows: np.ndarray) -> pa.Table:
-    """Return a partition as the table that is sent to a task.
+    """Return the images of a partition of rows as the table that is sent to a task.
 
     Args:
         data: All rows that are predicted.
         rows: The numbers of the rows of the partition, int64 (n,).
+
+    Returns:
+        A table with the columns ``row``, ``id``, and those of
+        :func:`~uno.data.images.to_columns` for the images.
     """
     return pa.table(
         {"row": rows, "id": data.ids_of(rows), **to_columns(data.images, rows)}
@@ -349,16 +362,18 @@ def make_block(data: Rows, rows: np.ndarray) -> pa.Table:
 
 
 def decode_part(block: pa.Table, reader: Any, how: InputSpec) -> Iterator[pa.Table]:
-    """Decode the rows of a :func:`make_block`, in a task.
+    """Decode the images of a table of :func:`make_block`, in a task.
 
     Args:
         block: The table.
-        reader: The reference to what reads images by row number; None if the block
-            has the images themselves.
-        how: The size and the chunks that the model needs.
+        reader: The reference to the object that reads images by row number; None if the
+            table has the images themselves.
+        how: The size in pixels of the images, and the number of images to decode at
+            once.
 
     Yields:
-        Tables of some rows, with a column ``pixels``.
+        Tables of chunks of rows, with the columns ``row``, ``id``, ``uri``, ``reason``
+        (why the image cannot be read, or null) and ``pixels``.
     """
     import ray
 
@@ -375,14 +390,14 @@ def decode_part(block: pa.Table, reader: Any, how: InputSpec) -> Iterator[pa.Tab
 
 
 class Scorer:
-    """The model of an actor that classifies rows.
+    """The model of a Ray actor that classifies images.
 
     Args:
         device: The device of the model.
-        threads: The number of threads.
-        files: The reference to the files of the model.
-        embedding: Whether to return the embeddings, too.
-        plan: How the encoder is computed on a CPU; None for PyTorch.
+        threads: The number of threads of torch.
+        files: The reference to the files of the model, their content by name.
+        embedding: Whether to return the features of the encoder, too.
+        plan: The faster runtime that computes the encoder on a CPU; None for PyTorch.
     """
 
     def __init__(
@@ -396,12 +411,20 @@ class Scorer:
             embedding,
         )
         if plan is not None and self._model.device.type == "cpu":
-            self._model.module.encoder = at_speed(
+            self._model.module.encoder = Runtime(
                 self._model.module.encoder, plan, threads
             )
 
     def __call__(self, block: pa.Table) -> pa.Table:
-        """Return the model's predictions for a block of decoded rows."""
+        """Classify the images of a table of :func:`decode_part`.
+
+        Args:
+            block: The table, with decoded images.
+
+        Returns:
+            A table with the model's prediction for each row, see
+            :func:`uno.results.predictions.classify`.
+        """
         size = self._model.size
         pixels = shared_tensor(bytes_of(block["pixels"], 3 * size**2)).view(
             -1, 3, size, size
@@ -412,12 +435,12 @@ class Scorer:
 
 
 class FeatureModel:
-    """The model of an actor that computes features of the encoder.
+    """The model of a Ray actor that computes the features of a run's encoder.
 
     Args:
         device: The device of the model.
-        threads: The number of threads.
-        files: The reference to the files of the model.
+        threads: The number of threads of torch.
+        files: The reference to the files of the model, their content by name.
     """
 
     def __init__(self, device: str, threads: int, files: Any) -> None:
@@ -427,11 +450,14 @@ class FeatureModel:
         self._model = build_classifier(ray.get(files), device)
 
     def __call__(self, block: pa.Table) -> pa.Table:
-        """Compute the features of a block of :func:`~pipelines.ray_data.decode_block`.
+        """Compute the features of a table of :func:`~pipelines.ray_data.decode_block`.
+
+        Args:
+            block: The table, with decoded images.
 
         Returns:
-            A table with the columns ``reason`` and ``features`` (bytes of float32,
-            zeros for rows that cannot be read).
+            A table with the columns ``reason`` (why the image cannot be read, or None)
+            and ``features`` (bytes of float32, zeros for an unreadable image).
         """
         size, module = self._model.size, self._model.module
         pixels = shared_tensor(bytes_of(block["pixels"], 3 * size**2))

@@ -1,14 +1,15 @@
-"""Read and decode images with Ray Data, by tasks on any node.
+"""Read, decode and crop images with Ray Data, by tasks on any node.
 
-A resident set is decoded once. Its images are sent to the tasks as they are: as paths,
-encoded bytes, pixels, or numbers of rows in Parquet files. The tasks return 8-bit
-pixels, in order.
+An image set that fits into memory is decoded once. Its images are sent to the tasks as
+they are: as paths, encoded bytes, pixels, or numbers of rows in Parquet files. The
+tasks return 8-bit pixels, in order.
 
-A streamed set is decoded in every epoch, and the views are cropped in the same
+A streamed image set is decoded in every epoch, and the views are cropped in the same
 processes. Every rank runs its own executions of Ray Data, so that training can start at
 any step. An execution is for one epoch, or for several short ones. Only row numbers are
-sent to it, 24 bytes each. What reads the images, or images in memory, is in the object
-store, once for each node. The allocator of Ray Data limits how much is read ahead.
+sent to it, 24 bytes each. The object that reads the images, or images in memory, is in
+the object store, once for each node. The allocator of Ray Data limits how much is read
+ahead.
 
 The processes of an execution are on the node of their rank. They use the CPUs of the
 rank's own placement group and take no further ones from Ray. So no rank waits for the
@@ -72,30 +73,36 @@ def shared(
     features: Tensor | None = None,
     images: list[Any] | None = None,
 ) -> dict[str, Any]:
-    """Put what all workers read of a task into the object store.
+    """Put the data that all training workers read into Ray's object store.
 
-    What training may know and the true labels are stored separately.
+    The rows and labels for training are stored apart from the true labels, which only
+    the evaluation reads.
 
     Args:
-        ray: The connected module.
+        ray: The module ``ray``, connected to a cluster.
         config: The configuration of the run.
         task: The rows of the run.
         reasons: For each row the reason why it cannot be read, or None. None as a whole
             if nothing was read yet.
-        features: Features (N, 1 + V, D) that replace the images, or None.
-        images: The references to blocks of :func:`decode_task`, or None.
+        features: Cached features of a frozen encoder, float32 (N, 1 + V, D), that
+            replace the images; None without them.
+        images: The references to blocks of :func:`decode_task`; None if images are not
+            decoded once.
 
     Returns:
         Entries of the dict that :func:`worker_sets` takes: ``num_true``, the number of
-        true classes; references at ``rows`` (the facts for training) and ``truth`` (the
-        true labels); and at ``source``, ``features`` or ``images`` if the run has them.
+        true classes; references at ``rows`` (the rows and labels for training) and
+        ``truth`` (the true labels); and a reference at ``source`` (encoded images to
+        stream) with one at ``ids`` (of the rows), at ``features`` or at ``images``,
+        whichever the run has.
     """
     ok = None if reasons is None else ok_mask(reasons)
     streams = config.data.loading == "streaming"
-    rows = stream.stream_facts(task) if streams else train_rows(task, ok)
+    rows = train_rows(task, ok)
     found: dict[str, Any] = {"num_true": len(task.known) + len(task.novel)}
     if streams:
-        found["source"] = ray.put(rows.pop("images"))
+        found["source"] = ray.put(task.rows.images)
+        found["ids"] = ray.put(task.rows.ids)
     if features is not None:
         found["features"] = ray.put(features.numpy())
     found |= {} if images is None else {"images": images}
@@ -105,7 +112,7 @@ def shared(
 def worker_sets(
     config: Config, loop: Mapping[str, Any], storage: Storage
 ) -> tuple[TrainData, Callable[[], Mapping[str, EvalData]]]:
-    """Return the training set and the evaluation sets of a run, on a worker.
+    """Return the training set and the evaluation sets of a run, on a training worker.
 
     Args:
         config: The configuration of the run.
@@ -113,8 +120,8 @@ def worker_sets(
         storage: The directory of the run, in which unreadable images are listed.
 
     Returns:
-        The training set, and a function that reads the evaluation sets by split. It is
-        called after training.
+        The training set; and a function, to be called after training, that returns the
+        evaluation sets by split ("train", "test").
     """
     import ray
     import ray.train
@@ -122,6 +129,12 @@ def worker_sets(
     def truth(
         make: Callable[[Any, Any, Any], EvalData],
     ) -> Callable[[], Mapping[str, EvalData]]:
+        """Return a function that makes the evaluation set of each split.
+
+        Args:
+            make: Makes an evaluation set from row numbers, true classes, and whether
+                each row is unlabeled in training.
+        """
         return lambda: {
             split: make(*each) for split, each in ray.get(loop["truth"]).items()
         }
@@ -145,35 +158,34 @@ def worker_sets(
         loop["worker_cpus"],
         ray.train.get_context().get_local_world_size(),
     )
-    source = ray.get(loop["source"])
-    bad = BadRows(rows.pop("ids"), source, config.data.max_bad_fraction, storage)
+    images, ids = ray.get(loop["source"]), ray.get(loop["ids"])
+    bad = BadRows(ids, images, config.data.max_bad_fraction, storage)
     decode = decode_on_ray(ray, loop["source"], side, limits, Decoding.of(config.data))
+    source = stream.StreamedImages(images, side, decode, bad)
     crop = crop_on_ray(ray, loop["source"], limits)
-    train = stream.StreamSet(source, **rows, bad=bad, crop=crop, decode=decode)
-    how = source, side, decode, bad
-    return train, truth(
-        lambda own, true, free: stream.StreamedEvalSet(true, own, free, *how)
+    return stream.StreamSet(source, **rows, crop=crop), truth(
+        lambda own, true, free: stream.StreamedEvalSet(true, own, free, source)
     )
 
 
 def decode_task(
     ray: Any, task: Task, side: int, how: Decoding = PLAIN
 ) -> tuple[list[Any], list[str | None]]:
-    """Decode the images of a task.
+    """Decode all images of a task once.
 
     A few images are decoded by this process, more by Ray. No label is sent.
 
     Args:
-        ray: The connected module.
+        ray: The module ``ray``, connected to a cluster.
         task: The rows of the run.
-        side: The side of the stored square in pixels.
-        how: How images are resized and scaled to 8 bits.
+        side: The side in pixels of the squares to which images are resized.
+        how: How the images are resized and scaled to 8 bits.
 
     Returns:
-        References to blocks with one row for each image, and the reasons in the order
-        of the rows. The columns of a block are ``row``, ``pixels`` (3 * side * side
-        bytes) and ``reason``. The reason is None, or it says why the image cannot be
-        read; the pixels are then zeros.
+        References to Arrow tables in the object store with one row for each image, and
+        for each row of the task the reason why its image cannot be read, or None. The
+        columns of a table are ``row``, ``pixels`` (3 * side * side bytes, zeros for an
+        unreadable image) and ``reason``.
     """
     # Imported here, because tasks that decode do not need it.
     from uno.session.resources import ROWS_PER_BLOCK
@@ -204,16 +216,16 @@ def decode_task(
 
 
 def pixels_of(tables: Iterable[pa.Table], side: int) -> RowBlocks:
-    """Return the images of the blocks of :func:`decode_task` in the order of rows.
+    """Return the images in the tables of :func:`decode_task`, in the order of rows.
 
     They stay in the object store, which every process of a node reads without a copy.
 
     Args:
-        tables: The blocks.
+        tables: The tables, in any order.
         side: The side of the images in pixels.
 
     Returns:
-        uint8 (N,3,side,side).
+        The pixels, uint8 (N,3,side,side), as blocks that are not joined.
     """
     parts = [part for table in tables for part in table.to_batches() if len(part)]
     rows = torch.cat([torch.tensor(part["row"].to_numpy()) for part in parts])
@@ -227,20 +239,25 @@ def pixels_of(tables: Iterable[pa.Table], side: int) -> RowBlocks:
 
 
 def shared_tensor(array: np.ndarray) -> Tensor:
-    """Return a read-only array as a tensor, without a copy.
+    """Return an array of Ray's object store as a tensor, without a copy.
 
-    The tensor must not be written, because Ray shares the array between processes.
+    The tensor must not be written, because the array is read-only: Ray shares it
+    between processes.
     """
     with warnings.catch_warnings(action="ignore"):
         return torch.from_numpy(array)
 
 
 def image_block(images: Images, rows: np.ndarray) -> pa.Table:
-    """Return a table of row numbers and images as they are sent to a task.
+    """Return some images as the Arrow table that is sent to a decoding task.
 
     Args:
         images: The images of all rows.
-        rows: int64 (n,), the rows of the table.
+        rows: int64 (n,), the row numbers of the images to send.
+
+    Returns:
+        A table with the column ``row`` and the columns of
+        :func:`~uno.data.images.to_columns`.
     """
     return pa.table({"row": pa.array(rows), **to_columns(images, rows)})
 
@@ -251,16 +268,17 @@ def decode_block(
     images: Images | None,
     how: Decoding = PLAIN,
 ) -> pa.Table:
-    """Decode the images of a block, in a task.
+    """Decode the images of a table of :func:`image_block`, in a task.
 
     Args:
-        block: A table of :func:`image_block`.
-        side: The side of the stored square in pixels.
-        images: Reads images that are given as row numbers, or None.
-        how: How images are resized and scaled to 8 bits.
+        block: The table.
+        side: The side in pixels of the squares to which images are resized.
+        images: Reads images by row number; None if the table has the images themselves.
+        how: How the images are resized and scaled to 8 bits.
 
     Returns:
-        A table with the columns ``pixels``, ``reason`` and ``row``.
+        A table with the columns ``pixels`` (3 * side * side bytes), ``reason`` (why the
+        image cannot be read, or None) and ``row``.
     """
     pixels, reasons = decode_many(from_columns(block, images), side, 1, how)
     return _pixel_table(pixels.flatten(1).numpy(), reasons).append_column(
@@ -269,14 +287,26 @@ def decode_block(
 
 
 def _pixel_table(pixels: np.ndarray, reasons: list[str | None]) -> pa.Table:
-    """Return a table of pixels (n, row_bytes) and of the reasons why rows have none."""
+    """Return pixels and reasons as an Arrow table with these two columns.
+
+    Args:
+        pixels: uint8 (n, row_bytes), the bytes of each image or of its views.
+        reasons: For each of the n images why it cannot be read, or None.
+    """
     return pa.table(
         {"pixels": pixel_column(pixels), "reason": pa.array(reasons, pa.string())}
     )
 
 
 def pixel_column(pixels: np.ndarray) -> pa.Array:
-    """Return bytes (n, row_bytes) as fixed-size binary of Arrow, without a copy."""
+    """Return the rows of a byte array as a column of Arrow, without a copy.
+
+    Args:
+        pixels: uint8 (n, row_bytes).
+
+    Returns:
+        n values of fixed-size binary, ``row_bytes`` bytes each.
+    """
     kind = pa.binary(pixels.shape[1])
     return pa.FixedSizeBinaryArray.from_buffers(
         kind, len(pixels), [None, pa.py_buffer(pixels)]
@@ -284,9 +314,17 @@ def pixel_column(pixels: np.ndarray) -> pa.Array:
 
 
 def bytes_of(chunks: pa.ChunkedArray, row_bytes: int) -> np.ndarray:
-    """Return a column of fixed-size binary as a read-only array, uint8 (n, row_bytes).
+    """Return a column of fixed-size binary of Arrow as a read-only byte array.
 
-    It is a copy only if the column has several chunks.
+    It is the inverse of :func:`pixel_column`, and copies only if the column has several
+    chunks.
+
+    Args:
+        chunks: The column, n values.
+        row_bytes: The number of bytes of a value.
+
+    Returns:
+        uint8 (n, row_bytes).
     """
     column = chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
     values = np.frombuffer(column.buffers()[1], np.uint8)[column.offset * row_bytes :]
@@ -294,16 +332,17 @@ def bytes_of(chunks: pa.ChunkedArray, row_bytes: int) -> np.ndarray:
 
 
 def own_node(ray: Any) -> str:
-    """Return the id of the node that this process runs on."""
+    """Return Ray's id of the node that this process runs on."""
     return str(ray.get_runtime_context().get_node_id())
 
 
 class Cropping(NamedTuple):
-    """The processes of Ray Data that decode and crop for one rank.
+    """Limits for the processes of Ray Data that decode and crop images for one rank.
 
     Attributes:
-        processes: The number of processes, which are on the node of this process.
-        store: The bytes of the object store that an execution may use.
+        processes: The number of processes. They are on the node of the rank.
+        store: The largest number of bytes of Ray's object store that one execution of a
+            dataset may use.
     """
 
     processes: int
@@ -311,15 +350,16 @@ class Cropping(NamedTuple):
 
 
 def cropping_of(ray: Any, workers: int, worker_cpus: float, neighbors: int) -> Cropping:
-    """Return the processes that crop for this rank.
+    """Return the limits for the processes that decode and crop images for this rank.
 
-    There is one for each CPU of the rank, or of its share of the node if that is more.
-    One CPU is left for the rank itself.
+    There is one process for each CPU of the rank, or of its share of the node if that
+    is more. One CPU is left for the rank itself. All ranks together may use 40% of the
+    object store.
 
     Args:
-        ray: The connected module.
+        ray: The module ``ray``, connected to a cluster.
         workers: The number of ranks.
-        worker_cpus: The CPUs that are reserved for each rank.
+        worker_cpus: The number of CPUs that are reserved for each rank.
         neighbors: The number of ranks on this node.
     """
     own = own_node(ray)
@@ -332,17 +372,27 @@ def cropping_of(ray: Any, workers: int, worker_cpus: float, neighbors: int) -> C
 def crop_on_ray(
     ray: Any, source: Any, limits: Cropping
 ) -> Callable[[CropJob], Generator[Chunk, None, None]]:
-    """Return a function like :func:`uno.data.stream.crop_local` that uses tasks of Ray.
+    """Return a function that crops views of streamed images by processes of Ray Data.
+
+    The function does the same as :func:`uno.data.stream.crop_local`.
 
     Args:
-        ray: The connected module.
-        source: The reference to the images of the job.
-        limits: The processes of an execution.
+        ray: The module ``ray``, connected to a cluster.
+        source: The reference to the images of all rows.
+        limits: The number of processes, and the part of the object store that they may
+            use.
+
+    Returns:
+        A function that takes a :class:`~uno.data.stream.CropJob` (the rows of some
+        training steps) and yields the cropped views of its rows in order, in chunks.
     """
 
     def chunks(job: CropJob) -> Generator[Chunk, None, None]:
+        """Yield the cropped views of a job's rows in order, in chunks."""
         crop = partial(_crop, cropper=job.cropper, chunk_rows=job.chunk_rows)
-        run = _runner(ray, crop, source, limits, job.chunk_rows * job.row_bytes)
+        run = _execution_runner(
+            ray, crop, source, limits, job.chunk_rows * job.row_bytes
+        )
         num_rows = job.fetch_rows or TASK_CHUNKS * job.chunk_rows
         for table in in_executions(
             run, whole_epochs(map(places, epoch) for epoch in job.epochs(num_rows))
@@ -353,9 +403,14 @@ def crop_on_ray(
 
 
 def places(of: References) -> pa.Table:
-    """Return references to rows as the table that is sent to a task.
+    """Return references to rows of a batch as the Arrow table that is sent to a task.
 
-    Its columns are ``step``, ``position`` in the batch, and ``row``.
+    Args:
+        of: For each row the training step, the position in the global batch, and the
+            row number: three arrays int64 (n,).
+
+    Returns:
+        A table with the columns ``step``, ``position`` and ``row``.
     """
     return pa.table(dict(zip(("step", "position", "row"), of, strict=True)))
 
@@ -367,19 +422,28 @@ def decode_on_ray(
     limits: Cropping,
     how: Decoding = PLAIN,
 ) -> Callable[[Iterable[np.ndarray]], Iterator[DecodedBatch]]:
-    """Return a function like :func:`uno.data.decode.decoded` that uses tasks of Ray.
+    """Return a function that decodes batches of images by processes of Ray Data.
+
+    The function does the same as :func:`uno.data.decode.decoded`.
 
     Args:
-        ray: The connected module.
-        source: The reference to the images.
-        side: The side of the stored square in pixels.
-        limits: The processes of an execution.
-        how: How images are resized and scaled to 8 bits.
+        ray: The module ``ray``, connected to a cluster.
+        source: The reference to the images of all rows.
+        side: The side in pixels of the squares to which images are resized.
+        limits: The number of processes, and the part of the object store that they may
+            use.
+        how: How the images are resized and scaled to 8 bits.
+
+    Returns:
+        A function that takes batches of row numbers int64 (b,), and yields for each
+        batch its row numbers, its pixels uint8 (b, 3, side, side), and for each row the
+        reason why its image cannot be read, or None.
     """
     decode = partial(decode_block, side=side, how=how)
-    run = _runner(ray, decode, source, limits, CHUNK_BYTES)
+    run = _execution_runner(ray, decode, source, limits, CHUNK_BYTES)
 
     def decoded(batches: Iterable[np.ndarray]) -> Iterator[DecodedBatch]:
+        """Decode batches of row numbers, and yield each batch in order."""
         for table in in_executions(
             run, grouped(pa.table({"row": rows, "number": rows}) for rows in batches)
         ):
@@ -396,16 +460,17 @@ def decode_on_ray(
 def _crop(
     block: pa.Table, images: Images, cropper: Cropper, chunk_rows: int
 ) -> Iterator[pa.Table]:
-    """Crop the views of the rows of a block, in a task.
+    """Crop the views of the rows of a table of :func:`places`, in a Ray actor.
 
     Args:
-        block: A table of :func:`places`.
+        block: The table.
         images: The images of all rows.
-        cropper: What to crop.
+        cropper: Cuts the views of the training steps.
         chunk_rows: The number of rows of each result.
 
     Yields:
-        Tables with the columns ``pixels`` and ``reason``.
+        Tables with the columns ``pixels`` (the bytes of all views of a row) and
+        ``reason`` (why the image cannot be read, or None).
     """
     torch.set_num_threads(1)
     steps, positions, rows = (
@@ -418,16 +483,24 @@ def _crop(
 
 
 def in_executions(run: Run, groups: Iterator[list[pa.Table]]) -> Iterator[pa.Table]:
-    """Run one execution after the other, and yield all results in order.
+    """Run one execution of Ray Data after the other, and yield all results in order.
 
     The inputs of the next execution are stored while results of this one are read.
 
     Args:
-        run: Runs one execution.
-        groups: The blocks of each execution.
+        run: Runs one execution: takes its input tables and yields its results.
+        groups: The input tables of each execution.
+
+    Yields:
+        The tables that the executions return, as many rows as went in.
     """
 
     def prepare() -> tuple[int, Iterator[pa.Table]] | None:
+        """Start the next execution, if there is one.
+
+        Returns:
+            The number of its rows, and its results; None after the last execution.
+        """
         group = next(groups, None)
         return None if group is None else (sum(map(len, group)), run(group))
 
@@ -442,13 +515,16 @@ def in_executions(run: Run, groups: Iterator[list[pa.Table]]) -> Iterator[pa.Tab
 
 
 def whole_epochs(epochs: Iterable[Iterable[pa.Table]]) -> Iterator[list[pa.Table]]:
-    """Join the blocks of epochs to groups, one for each execution.
+    """Join the tables of consecutive epochs to groups, one for each Ray Data execution.
 
     A group consists of whole epochs. It ends as soon as it has at least
-    ``EXECUTION_BLOCKS`` blocks. The last group may have fewer.
+    ``EXECUTION_BLOCKS`` tables. The last group may have fewer.
 
     Args:
-        epochs: The blocks of each epoch.
+        epochs: The tables of each epoch.
+
+    Yields:
+        The tables of a group.
     """
     group: list[pa.Table] = []
     for epoch in epochs:
@@ -463,13 +539,17 @@ def whole_epochs(epochs: Iterable[Iterable[pa.Table]]) -> Iterator[list[pa.Table
 def grouped(
     blocks: Iterable[pa.Table], max_rows: int | None = None
 ) -> Iterator[list[pa.Table]]:
-    """Join blocks to groups, one for each execution.
+    """Join consecutive tables to groups of limited size, each for one execution.
 
-    A group ends as soon as it has 128 MiB or ``max_rows`` rows.
+    A group is executed as one dataset of Ray Data. It ends as soon as it has at least
+    128 MiB, or at least ``max_rows`` rows.
 
     Args:
-        blocks: The blocks.
-        max_rows: The limit of rows, or None.
+        blocks: The tables.
+        max_rows: The number of rows that ends a group; None if only bytes count.
+
+    Yields:
+        The tables of a group.
     """
     group: list[pa.Table] = []
     rows = size = 0
@@ -484,11 +564,11 @@ def grouped(
 
 
 class CropActor:
-    """An actor of the pool of an execution, which calls a function with each block.
+    """A Ray actor that calls a function with tables of rows and with the images.
 
     Args:
-        function: Takes a block, and the images as ``images``.
-        source: The reference to the images.
+        function: Takes a table, and the images of all rows as the keyword ``images``.
+        source: The reference to the images, which the actor loads once.
     """
 
     def __init__(self, function: Callable[..., Any], source: Any) -> None:
@@ -497,29 +577,37 @@ class CropActor:
         self._function = partial(function, images=ray.get(source))
 
     def __call__(self, block: pa.Table) -> Any:
-        """Return the function's result for a block: a table, or several."""
+        """Return the function's result for a table: one table, or an iterator."""
         return self._function(block)
 
 
-def _runner(
+def _execution_runner(
     ray: Any,
     function: Callable[..., Any],
     source: Any,
     limits: Cropping,
     chunk_bytes: int,
 ) -> Run:
-    """Return a function that runs an execution: it sends blocks through a function.
+    """Return a function that sends tables through actors of Ray Data on this node.
+
+    Each of its calls is one execution of Ray Data.
 
     Args:
-        ray: The connected module.
-        function: The function, see :class:`CropActor`.
-        source: The reference to the images.
-        limits: The processes of the execution.
-        chunk_bytes: The bytes of a result. Ray Data passes a result of this size on at
-            once.
+        ray: The module ``ray``, connected to a cluster.
+        function: Is called with each table, and with the images as the keyword
+            ``images``.
+        source: The reference to the images of all rows.
+        limits: The number of actors, and the part of the object store that they may
+            use.
+        chunk_bytes: The bytes of a result of ``function``. Ray Data passes a result of
+            this size on at once.
+
+    Returns:
+        A function that takes tables, and yields the results in order.
     """
 
     def run(blocks: list[pa.Table]) -> Iterator[pa.Table]:
+        """Send tables through a new pool of actors, and return the results in order."""
         dataset = make_dataset(blocks, limits.store)
         # Ray joins what is smaller and splits what is 1.5 times as large; either costs
         # copies.
@@ -543,12 +631,13 @@ def make_dataset(blocks: list[pa.Table], store: float | None = None) -> Any:
     """Return Arrow tables as a dataset of Ray Data that keeps their order.
 
     Ray Data would end an execution with an error after 30 minutes without progress,
-    also if it waits for a node, or if nobody takes its results. It does not here. Nor
-    does a busy execution start further nodes.
+    also if it waits for a node, or if nobody takes its results. This is switched off
+    here, and a busy execution starts no further nodes.
 
     Args:
-        blocks: The blocks of the dataset.
-        store: The largest number of bytes of the object store; None for Ray's default.
+        blocks: The tables, which become the blocks of the dataset.
+        store: The largest number of bytes of the object store that an execution may
+            use; None for Ray's default.
     """
     import ray
 
@@ -568,10 +657,10 @@ def make_dataset(blocks: list[pa.Table], store: float | None = None) -> Any:
 
 
 def in_order(dataset: Any, num_rows: int | None = None) -> Iterator[pa.Table]:
-    """Yield the rows of a dataset in order.
+    """Execute a dataset of Ray Data, and yield its rows in order, as Arrow tables.
 
     Args:
-        dataset: The dataset of Ray Data.
+        dataset: The dataset.
         num_rows: The number of rows of each table; None for the blocks as they are.
 
     Raises:
@@ -586,9 +675,12 @@ def in_order(dataset: Any, num_rows: int | None = None) -> Iterator[pa.Table]:
 
 
 def own_error(error: BaseException | None) -> UnoError | None:
-    """Return the error for the user that made a task of Ray fail, or None.
+    """Return the UnoError that made a task of Ray fail, or None if there is none.
 
-    Only its first line is kept, because Ray adds lines and a traceback.
+    Only the first line of its text is kept, because Ray adds lines and a traceback.
+
+    Args:
+        error: The error that Ray raised, with its causes.
     """
     while error is not None:
         cause = getattr(error, "cause", None)

@@ -62,7 +62,7 @@ def connect(
     Raises:
         ConfigError: Ray is not installed, the cluster does not answer, or Ray cannot
             start.
-        Interrupted: A signal came while Ray was starting.
+        Interrupted: SIGTERM came while Ray was starting.
     """
     address = cluster_address()
     for name, value in (
@@ -132,7 +132,7 @@ def _start(
         variables: Environment variables of Ray's processes only.
 
     Returns:
-        The signals that came meanwhile.
+        The numbers of the signals that came meanwhile. The caller raises them again.
 
     Raises:
         ConfigError: The cluster cannot be reached, or Ray does not start.
@@ -159,7 +159,7 @@ def _start(
         raise Interrupted("stopped while Ray was starting") from None
     except (ConnectionError, ray.exceptions.AuthenticationError) as error:
         raise ConfigError(
-            f"cannot reach the Ray cluster at {address}: {_with_tokens(error)}"
+            f"cannot reach the Ray cluster at {address}: {_with_token_advice(error)}"
         ) from None
     except Exception as error:  # Ray has no class for this error
         if "AF_UNIX path length" in str(error):
@@ -183,10 +183,11 @@ def _start(
     return late
 
 
-def _with_tokens(error: Exception) -> str:
-    """Return the error of a failed connection on one line, with a hint at tokens.
+def _with_token_advice(error: Exception) -> str:
+    """Return the error of a failed connection to a cluster as one line, with advice.
 
-    A missing or wrong token is the usual cause, and Ray's own text does not name it.
+    The advice is about tokens. A missing or wrong token is the usual cause, and Ray's
+    own text does not name it.
     """
     mode = os.environ.get(AUTH_MODE, "")
     if mode.lower() != "token":
@@ -202,33 +203,35 @@ def _with_tokens(error: Exception) -> str:
 
 
 def cluster_address() -> str | None:
-    """Return the address of the cluster that a command works on.
+    """Return the address of the running Ray cluster that a command uses, or None.
 
     It is ``RAY_ADDRESS``, which is set in Ray jobs. Otherwise it is a cluster that
     ``ray start`` has started on this machine, as for Ray's own commands. None means
-    that a private cluster is started. ``RAY_ADDRESS=local`` asks for that.
+    that the command starts a private cluster; ``RAY_ADDRESS=local`` asks for that.
     """
     given = os.environ.get(ADDRESS)
     if given:
         return None if given == "local" else given
     found = current_cluster()
-    return found if found and _silence(found, 1) is None else None
+    return found if found and _connection_error(found, 1) is None else None
 
 
 def in_thread(
     function: Callable[[], T], on_poll: Callable[[], None] = lambda: None
 ) -> T:
-    """Call a function in a thread, and return its result.
+    """Call a function in a thread, wait for it, and return its result.
 
     Off the main thread Ray does not change signal handlers.
 
     Args:
         function: The function. An error that it raises is raised here.
-        on_poll: Is called in this thread every half second meanwhile.
+        on_poll: Is called in the calling thread every half second while it waits. An
+            error that it raises ends the wait.
     """
     result: Future[T] = Future()
 
     def body() -> None:
+        """Store the function's result, or its error, for the waiting thread."""
         try:
             result.set_result(function())
         except BaseException as error:
@@ -242,13 +245,13 @@ def in_thread(
 
 
 def check_address(address: str) -> None:
-    """Check that somebody listens at ``host:port``.
+    """Check that a Ray cluster accepts connections at an address ``host:port``.
 
     Ray itself would try for minutes, without a message.
 
     Raises:
-        ConfigError: Nobody answers within 10 s, or the address is that of the
-            dashboard, which only ``ray job submit`` takes.
+        ConfigError: The address does not accept a connection within 10 s, or it is that
+            of the dashboard, which only ``ray job submit`` takes.
     """
     if address.startswith(("http://", "https://")):
         raise ConfigError(
@@ -256,17 +259,17 @@ def check_address(address: str) -> None:
             f" {ADDRESS}=HOST:6379, or submit the command by `ray job submit --address"
             f" {address}`"
         )
-    if (error := _silence(address, 10)) is not None:
+    if (error := _connection_error(address, 10)) is not None:
         advice = f"{ADDRESS}=local starts one on this machine"
         raise ConfigError(
             f"no Ray cluster answers at {ADDRESS}={address} ({error}); {advice}"
         )
 
 
-def _silence(address: str, seconds: float) -> Exception | None:
-    """Return the error of a connection to ``host:port``, or None if it succeeds.
+def _connection_error(address: str, seconds: float) -> Exception | None:
+    """Try to connect to an address; return the error, or None if it succeeds.
 
-    An address of another form is not tried, and gives None.
+    An address of another form than ``host:port`` is not tried, and gives None.
 
     Args:
         address: The address.
@@ -282,17 +285,17 @@ def _silence(address: str, seconds: float) -> Exception | None:
 
 
 def worker_resources(config: Config, cluster: dict[str, float]) -> dict[str, float]:
-    """Return the resources of each worker, so that one CPU is left for Ray Data.
+    """Return the resources of a training worker; one CPU is left for Ray Data.
 
     Args:
-        config: The configuration of the run.
-        cluster: The resources of the cluster, as Ray counts them.
+        config: The configuration of the run, with the number of workers.
+        cluster: The resources of the cluster, as Ray counts them (``CPU``, ``GPU``).
 
     Returns:
-        ``CPU``, and with GPUs also ``GPU``.
+        The number of ``CPU`` of a worker, and of ``GPU`` if workers use GPUs.
 
     Raises:
-        ConfigError: The cluster lacks them.
+        ConfigError: The cluster has too few CPUs or GPUs for all workers.
     """
     workers, total = config.compute.num_workers, cluster.get("CPU", 0)
     cpus = config.compute.cpus_per_worker or min(1.0, (total - 1) / workers)
@@ -315,17 +318,17 @@ def worker_resources(config: Config, cluster: dict[str, float]) -> dict[str, flo
 
 
 def task_request(config: Config, cluster: dict[str, float]) -> dict[str, float]:
-    """Return the resources of a task that is not a training worker.
+    """Return the resources of a Ray task that computes but is not a training worker.
 
     Args:
         config: The configuration of the run.
-        cluster: The resources of the cluster, as Ray counts them.
+        cluster: The resources of the cluster, as Ray counts them (``CPU``, ``GPU``).
 
     Returns:
-        ``num_cpus`` and ``num_gpus``.
+        ``num_cpus`` and ``num_gpus``, as ``ray.remote`` takes them.
 
     Raises:
-        ConfigError: The cluster lacks them.
+        ConfigError: The cluster has too few of them for a single task.
     """
     gpus = config.compute.gpus_per_worker if use_gpu(config, cluster) else 0
     if cluster.get("GPU", 0) < gpus:
@@ -338,10 +341,14 @@ def task_request(config: Config, cluster: dict[str, float]) -> dict[str, float]:
 
 
 def use_gpu(config: Config, cluster: dict[str, float]) -> bool:
-    """Return whether workers run on GPUs.
+    """Return whether the workers of a run use GPUs.
 
     ``compute.device`` says so. ``auto`` means GPUs if the cluster has any, unless
     ``compute.gpus_per_worker`` is 0.
+
+    Args:
+        config: The configuration of the run.
+        cluster: The resources of the cluster, as Ray counts them (``CPU``, ``GPU``).
     """
     if config.compute.device == "auto":
         return cluster.get("GPU", 0) > 0 and config.compute.gpus_per_worker > 0

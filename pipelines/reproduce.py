@@ -1,6 +1,7 @@
-"""The command ``uno reproduce``: its options; :mod:`pipelines.tables` does the work.
+"""Declare the command ``uno reproduce``, which repeats a table of the paper.
 
-The two are apart so that ``--help`` does not import PyTorch.
+:mod:`pipelines.tables` does the work. The two are apart so that ``--help`` does not
+import PyTorch.
 """
 
 from collections.abc import Sequence
@@ -14,8 +15,12 @@ from uno.reproduce.experiments import DATA_OPTIONS, build, names
 RUNNER = Literal["auto", "processes", "ray"]
 
 
-def _contents(name: str) -> str:
-    """Return the data sets and rows of a table as a paragraph of the help."""
+def _describe_table(name: str) -> str:
+    """Return the names of a table's data sets and rows, as a paragraph of the help.
+
+    Args:
+        name: The name of the table.
+    """
     small, full = (build(name, scale) for scale in ("small", "full"))
     sets, large = (
         ", ".join(benchmark.key for benchmark in table.benchmarks)
@@ -70,12 +75,19 @@ features. A row that does not apply is left out, and the table has the reason.
 What --datasets and --rows choose from (cifar100_20 is cifar100-20):
 
 """  # noqa: E501
-    + "\n\n".join(map(_contents, names())),
+    + "\n\n".join(map(_describe_table, names())),
 )
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run what is missing of a table, write the table, and return the exit code."""
+    """Run the missing cells (training runs) of a table, and write the table.
+
+    Args:
+        argv: The arguments after ``uno reproduce``.
+
+    Returns:
+        The exit code.
+    """
     options = parse(argv, REPRODUCE)
     from pipelines import tables
 

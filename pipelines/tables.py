@@ -1,7 +1,8 @@
-"""``uno reproduce TABLE``: run what is missing of a table, and write it.
+"""Run the missing cells (training runs) of a table for ``uno reproduce``, and write it.
 
-A cell is a run in ``OUTPUT/cells``. Cells share the pretrainings in
-``OUTPUT/pretrain``. Finished runs are never repeated.
+A table has a cell for each row (a method or variant), data set and seed. Its run
+directory is in ``OUTPUT/cells``. Cells share the pretrainings in ``OUTPUT/pretrain``.
+Finished runs are never repeated.
 """
 
 import os
@@ -69,16 +70,17 @@ from uno.text import plural
 
 
 class Request(NamedTuple):
-    """What a command line asks for.
+    """What a command line of ``uno reproduce`` asks for.
 
     Attributes:
-        args: Its own options, as ``--seeds``.
+        args: The command's own options, such as ``seeds``.
         table: The table with the rows and data sets that were asked for.
-        cells: All runs of the table.
-        refused: Reasons by name of the rows that are left out.
+        cells: All cells (training runs) of the table.
+        refused: For each row that is left out, its name and the reason.
         output: The directory of all runs.
         changes: Settings that hold for all cells, by dotted key.
-        command: The command without its ``--output`` and ``--parallel``.
+        command: The command line that is printed with the table, without the options
+            ``--output`` and ``--parallel``.
     """
 
     args: SimpleNamespace
@@ -91,7 +93,10 @@ class Request(NamedTuple):
 
     @property
     def lacking(self) -> list[Benchmark]:
-        """The data sets whose directory was not given, which ``--dry-run`` allows."""
+        """The data sets of the table whose directory the user has not given.
+
+        Only ``--dry-run`` accepts a table with such data sets.
+        """
         options = {
             name
             for name in DATA_OPTIONS
@@ -105,7 +110,7 @@ class Request(NamedTuple):
 
     @property
     def compute(self) -> ComputeConfig:
-        """The section of the configuration that says where cells run."""
+        """The section ``compute`` of the cells' configuration, with device and more."""
         own = {
             key: value
             for key, value in self.changes.items()
@@ -115,13 +120,13 @@ class Request(NamedTuple):
 
 
 def main(options: Options, argv: Sequence[str]) -> int:
-    """Run what is missing of a table, write the table, and return the exit code 0.
+    """Run the missing cells of a table, write the table, and return the exit code 0.
 
     With ``--dry-run`` the missing cells are only listed.
 
     Args:
         options: The options of the command line.
-        argv: The arguments after the name of the command.
+        argv: The arguments after ``uno reproduce``.
 
     Raises:
         UnoError: The command line has a mistake, or a cell failed.
@@ -143,7 +148,11 @@ def main(options: Options, argv: Sequence[str]) -> int:
 
 
 def read_request(options: Options, argv: Sequence[str]) -> Request:
-    """Return what the command line ``argv`` asks for.
+    """Return the table, cells and settings that a command line asks for.
+
+    Args:
+        options: The options of the command line.
+        argv: The arguments after ``uno reproduce``.
 
     Raises:
         ConfigError: The command line has a mistake, or data is missing.
@@ -165,7 +174,9 @@ def read_request(options: Options, argv: Sequence[str]) -> Request:
     }
     table, full, changes = build(own.table, own.scale), own.scale == "full", dict(given)
     if frozen:
-        changes |= {} if options.config.model.takes_vectors else _shared_features(given)
+        changes |= (
+            {} if options.config.model.takes_vectors else _feature_cache_settings(given)
+        )
         table = table.model_copy(
             update={"notes": table.notes if table.frozen is None else table.frozen}
         )
@@ -180,7 +191,7 @@ def read_request(options: Options, argv: Sequence[str]) -> Request:
             for k, v in changes.items()
             if not k.startswith("data.") and k != "preset"
         }
-    table = _select(table, own, directories)
+    table = _select_parts(table, own, directories)
     name = "-".join(
         [own.table, *(["full"] * full), *(b.key for b in table.benchmarks if on_own)]
     )
@@ -207,12 +218,18 @@ OWN_DATA = ("preset", "data.source", "data.labeled", "data.unlabeled")
 
 
 def _on_own_data(table: Table, options: Options) -> Table:
-    """Return a table on the data that the command line names.
+    """Return a table whose only data set is the one that the user's options name.
 
-    The data is read, and its settings are decided here once for all cells.
+    The data is read, and the settings that depend on it are derived here once for all
+    cells.
+
+    Args:
+        table: The table.
+        options: The options of the command line.
 
     Raises:
-        ConfigError: No unlabeled image has a true class to count with.
+        ConfigError: No unlabeled image has a true class, so no accuracy can be
+            computed.
     """
     config = override(options.config, {"output": None})
     found, task = resolve(config, options.overrides, True, nodes.free_memory)
@@ -241,11 +258,20 @@ def _on_own_data(table: Table, options: Options) -> Table:
     )
 
 
-def _shared_features(given: Mapping[str, Any]) -> dict[str, Any]:
+def _feature_cache_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings with which all cells read one cache of features.
 
-    The paths of the encoder's weights and of the cache are full paths, because cells
-    can run in other directories.
+    The features are those of a frozen encoder.
+
+    Args:
+        given: The settings of the user, by dotted key.
+
+    Returns:
+        ``model.weights`` and ``compute.cache`` as full paths, because cells can run in
+        other directories.
+
+    Raises:
+        ConfigError: The weights of the encoder are not a file.
     """
     source = given.get("model.weights")
     if not is_file(source):
@@ -257,18 +283,18 @@ def _shared_features(given: Mapping[str, Any]) -> dict[str, Any]:
     return {"model.weights": full, "compute.cache": full_path(normalize_path(cache))}
 
 
-def _select(
-    table: Table, own: SimpleNamespace, directories: Mapping[str, str]
+def _select_parts(
+    table: Table, args: SimpleNamespace, directories: Mapping[str, str]
 ) -> Table:
-    """Keep the data sets and rows that were asked for.
+    """Return a table with only the data sets and rows that the user asked for.
 
-    The reference row stays, and so do the rows that a chosen row reads or is compared
-    to. Without ``--datasets`` the small scale leaves out data whose directory is not
-    given.
+    The reference row stays, and so do the rows whose runs a chosen row reads or with
+    which it is compared. Without ``--datasets`` the small scale leaves out data whose
+    directory is not given.
 
     Args:
         table: The table.
-        own: The options ``datasets``, ``rows`` and ``scale`` of the command line.
+        args: The options ``datasets``, ``rows`` and ``scale`` of the command line.
         directories: The directories of data sets that were given, by option.
 
     Raises:
@@ -277,7 +303,7 @@ def _select(
     benchmarks = {benchmark.key: benchmark for benchmark in table.benchmarks}
     rows = {row.key: row for row in table.rows}
     chosen = {"datasets": list(benchmarks), "rows": list(rows)}
-    for option, wanted in (("datasets", own.datasets), ("rows", own.rows)):
+    for option, wanted in (("datasets", args.datasets), ("rows", args.rows)):
         for name in wanted:
             if name.replace("_", "-") not in chosen[option]:
                 raise ConfigError(
@@ -285,14 +311,14 @@ def _select(
                 )
         chosen[option] = [name.replace("_", "-") for name in wanted] or chosen[option]
     sets = [benchmarks[name] for name in chosen["datasets"]]
-    if own.scale == "small" and not own.datasets:  # missing data is left out
+    if args.scale == "small" and not args.datasets:  # missing data is left out
         sets = [
             benchmark for benchmark in sets if benchmark.option in (None, *directories)
         ]
     missing = dict.fromkeys(
         b.option for b in sets if b.option and b.option not in directories
     )
-    if missing and not own.dry_run:
+    if missing and not args.dry_run:
         options = " and ".join(
             f"--{option} DIR ({DATA_OPTIONS[option]})" for option in missing
         )
@@ -307,10 +333,14 @@ def _select(
 
 
 def plan(request: Request) -> list[CellProcess]:
-    """Return the jobs of all cells without a result, in an order that can be run.
+    """Return the jobs that produce the missing results, in an order that can be run.
 
-    Each cell follows what it starts from: a pretraining, or a job that puts the
-    features of a frozen encoder into the cache. Diverged cells are not tried again.
+    A job is a cell, or what cells start from: a pretraining, or a job that puts the
+    features of a frozen encoder into the cache. It comes before its cells. Cells that
+    diverged are not tried again.
+
+    Args:
+        request: The table with its cells, and the output directory.
 
     Raises:
         ConfigError: The data has a mistake, or a directory holds another cell.
@@ -358,7 +388,9 @@ def plan(request: Request) -> list[CellProcess]:
             label = f"{cell.benchmark.key} pretraining seed {cell.seed}"
             jobs.setdefault(
                 cell.pretraining,
-                CellProcess(cell.pretraining, _as_begun(shared, cell.config), label),
+                CellProcess(
+                    cell.pretraining, _config_to_resume(shared, cell.config), label
+                ),
             )
         label = f"{cell.benchmark.key} {cell.row.key} seed {cell.seed}"
         jobs[cell.name] = CellProcess(cell.name, config, label, cell.pretraining)
@@ -366,7 +398,10 @@ def plan(request: Request) -> list[CellProcess]:
 
 
 def _check_data(configs: Sequence[Config]) -> None:
-    """Run the preflight checks once for each data set and its classes.
+    """Check the data of cells before a run, once for each data set and its classes.
+
+    Args:
+        configs: The configurations of the cells.
 
     Raises:
         ConfigError: A check found an error.
@@ -383,14 +418,15 @@ def _check_data(configs: Sequence[Config]) -> None:
 
 
 def _check_stored(run: Path, config: Config, code: dict[str, str] | None) -> None:
-    """Check that the run in a directory is the one that this command would make.
+    """Check that a run in a directory has the settings that this command would use.
 
     A directory without a configuration is accepted.
 
     Args:
         run: The directory of the run.
         config: The configuration that this command would use.
-        code: The code of the encoder, see :func:`uno.encoders.build.code_of`, or None.
+        code: The hash of each source file of the user's own encoder, see
+            :func:`uno.encoders.build.code_of`; None for an encoder of another kind.
 
     Raises:
         ConfigError: The run has other settings, or its encoder has other code.
@@ -414,7 +450,15 @@ def _check_stored(run: Path, config: Config, code: dict[str, str] | None) -> Non
 
 
 def _check_numerics(run: Path) -> None:
-    """Raise ConfigError if a run was made before a change that alters results."""
+    """Check that the results of a run can be compared with those of this version.
+
+    Args:
+        run: The directory of the run. One without a run is accepted.
+
+    Raises:
+        ConfigError: The run was made by a version with other numerics (see
+            ``CHANGELOG.md``), so its results may differ.
+    """
     facts = read_mapping(Storage(str(run)), ENVIRONMENT_FILE) or {}
     numerics = facts.get("numerics", NUMERICS)
     if numerics != NUMERICS:
@@ -424,11 +468,15 @@ def _check_numerics(run: Path) -> None:
         )
 
 
-def _as_begun(run: Path, config: Config) -> Config:
-    """Return ``config`` with settings of discovery from an unfinished pretraining.
+def _config_to_resume(run: Path, config: Config) -> Config:
+    """Return the configuration with which an unfinished pretraining can be resumed.
 
-    Cells of several methods share a pretraining. The run keeps the settings of the cell
-    that was first when it was begun, and it resumes only with these.
+    Cells of several methods share a pretraining. It was begun with the discovery
+    settings of the cell that was first then, and it resumes only with these.
+
+    Args:
+        run: The directory of the pretraining, which need not exist.
+        config: The configuration of the cell that is first now.
     """
     if not (run / "config.yaml").exists():
         return config
@@ -443,7 +491,12 @@ def _as_begun(run: Path, config: Config) -> Config:
 
 
 def _describe(request: Request, jobs: Sequence[CellProcess]) -> None:
-    """Print the cells without a result, and their cost if it has been measured."""
+    """Print the jobs that are missing, and the expected minutes if they were measured.
+
+    Args:
+        request: The table with its cells.
+        jobs: The jobs without a result.
+    """
     todo, num_cells = {job.name for job in jobs}, len(request.cells)
     minutes = [cell.benchmark.minutes for cell in request.cells if cell.name in todo]
     counts = (
@@ -482,7 +535,11 @@ def _describe(request: Request, jobs: Sequence[CellProcess]) -> None:
 
 
 def run_missing(request: Request, jobs: Sequence[CellProcess]) -> None:
-    """Run jobs, and print one line for each that ends.
+    """Run jobs as processes, and print one line for each that ends.
+
+    Args:
+        request: The table with its cells, and the output directory.
+        jobs: The jobs without a result, in an order that can be run.
 
     Raises:
         Interrupted: The process got a signal. All jobs have saved and ended.
@@ -492,7 +549,7 @@ def run_missing(request: Request, jobs: Sequence[CellProcess]) -> None:
         return
     since = time.monotonic()
     with (
-        _runner(request) as (start, capacity),
+        cell_runner(request) as (start, capacity),
         lock.lock_run(Storage(str(request.output)), on_wait=print_line),
     ):
         for folder in {job.name.partition("/")[0] for job in jobs}:
@@ -518,8 +575,13 @@ def run_missing(request: Request, jobs: Sequence[CellProcess]) -> None:
 
 
 @contextmanager
-def _runner(request: Request) -> Iterator[tuple[Start, int]]:
-    """Choose between processes on this machine and tasks of Ray.
+def cell_runner(request: Request) -> Iterator[tuple[Start, int]]:
+    """Choose whether cells run as processes on this machine or in tasks of Ray.
+
+    A cluster is connected inside the ``with`` block.
+
+    Args:
+        request: The table with its cells, and the options of the command line.
 
     Yields:
         A function that starts a process, and how many of them run at a time.
@@ -546,11 +608,11 @@ def _runner(request: Request) -> Iterator[tuple[Start, int]]:
 def cells_at_once(
     config: Config, cluster: dict[str, float]
 ) -> tuple[int, dict[str, float]]:
-    """Compute how many cells a cluster holds at a time.
+    """Return how many cells (training runs) a cluster holds at a time.
 
     Args:
-        config: The configuration that the cells' settings of ``compute`` come from.
-        cluster: The resources of the cluster, as Ray counts them.
+        config: A configuration with the section ``compute`` of the cells.
+        cluster: The resources of the cluster, as Ray counts them (``CPU``, ``GPU``).
 
     Returns:
         The number of cells, and the resources of each (``num_cpus``, ``num_gpus``).
@@ -569,7 +631,14 @@ def cells_at_once(
 
 
 def _default_parallel(compute: ComputeConfig) -> int:
-    """Return how many cells run at a time on this machine unless the user says so."""
+    """Return how many cells run at a time on this machine without ``--parallel``.
+
+    It is 1 if a cell has several workers; else the number of GPUs, or without GPUs the
+    number of cores divided by the threads of a cell.
+
+    Args:
+        compute: The configuration section of all cells.
+    """
     if compute.num_workers:
         return 1  # A cell has several processes.
     if torch.cuda.is_available() and compute.device != "cpu":
@@ -579,10 +648,13 @@ def _default_parallel(compute: ComputeConfig) -> int:
 
 
 def write_tables(request: Request) -> None:
-    """Write the table, and print it.
+    """Write the table with the results of all cells, and print it.
+
+    Args:
+        request: The table with its cells, and the output directory.
 
     Raises:
-        UnoError: Cells failed; the kind is that of the first one.
+        UnoError: Cells failed. The class is that of the first cell's error.
         Interrupted: Cells are missing.
     """
     attempts = read_attempts(request.output)

@@ -1,4 +1,4 @@
-"""Train a run with Ray Train: the loop of a worker, and the trainer around it.
+"""Train a run with Ray Train: the function of each worker, and the trainer around it.
 
 Ray Train places the workers, starts a new group after a death, and waits for nodes; the
 rules of :mod:`pipelines.failures` end a run that no other group could continue. The
@@ -68,7 +68,7 @@ log = logging.getLogger(__name__)
 
 
 class Messages:
-    """The messages between the driver and a group of workers.
+    """Queues for messages between the driver and a group of training workers.
 
     Rank 0 sends ``("begun", id)`` when a group begins, ``("metrics", line)``, and
     ``("drained", "")`` before it leaves a node. Ray Train's controller sends ``("lost",
@@ -76,7 +76,10 @@ class Messages:
     the lock of the run, so that workers of the group before can write no more.
 
     Args:
-        ray: The connected module.
+        ray: The module ``ray``, connected to a cluster.
+
+    Attributes:
+        to_driver: The queue of messages for the driver.
     """
 
     def __init__(self, ray: Any) -> None:
@@ -89,17 +92,30 @@ class Messages:
         self.to_driver, self._to_rank_0 = Queue(0, here), Queue(0, here)
 
     def received(self) -> list[tuple[str, Any]]:
-        """Return all messages that have come to the driver since the last call."""
+        """Return all messages that have come to the driver since the last call.
+
+        Returns:
+            Pairs of a kind and a content: ``("begun", group id)``, ``("metrics",
+            line)``, ``("drained", "")`` or ``("lost", reason)``.
+        """
         return list(self.to_driver.get_nowait_batch(self.to_driver.qsize()))
 
     def send_token(self, group: str, token: str) -> None:
-        """Send the token of a group from the driver to rank 0."""
+        """Send the lock's token for a group of workers from the driver to rank 0.
+
+        Args:
+            group: The id of the group.
+            token: The token with which the group may write to the run directory.
+        """
         self._to_rank_0.put((group, token))
 
     def begin(self) -> str:
-        """Tell the driver that a group begins, and return the token of the group.
+        """Tell the driver that a group of workers begins, and wait for its lock token.
 
         Only rank 0 calls this.
+
+        Returns:
+            The token with which the group may write to the run directory.
         """
         group = uuid.uuid4().hex
         self.to_driver.put(("begun", group))
@@ -110,11 +126,11 @@ class Messages:
 
 
 class RayWorker(GroupWorker):
-    """One rank of a group of workers of Ray Train.
+    """One rank of a group of workers of Ray Train, as the training loop sees it.
 
     Args:
         storage: The directory of the run.
-        messages: The messages to the driver.
+        messages: The messages to the driver; None sends none.
 
     Attributes:
         preempted: Whether the group ends because one of its nodes is being drained.
@@ -131,15 +147,25 @@ class RayWorker(GroupWorker):
         self._messages, self.preempted = messages, False
 
     def report(self, metrics: dict[str, Any]) -> None:
-        """Set Ray's gauges to a line of metrics, and send the line to the driver."""
+        """Set Ray's gauges to a line of training metrics, and send it to the driver.
+
+        Only rank 0 sends the line.
+
+        Args:
+            metrics: The metrics by name, with ``phase``.
+        """
         self._gauges.set(metrics)
         if self.rank == 0 and self._messages is not None:
             self._messages.to_driver.put(("metrics", metrics))
 
     def should_stop(self, step: int) -> bool:
-        """Return whether to stop before a step, with the same answer on all ranks.
+        """Return whether to stop before a training step, the same on all ranks.
 
-        A group stops if the user has asked for it, or if one of its nodes is drained.
+        A group stops if the user has asked for it, or if one of its nodes is being
+        drained.
+
+        Args:
+            step: The number of the step.
         """
         import ray.train
 
@@ -150,15 +176,18 @@ class RayWorker(GroupWorker):
         return self.preempted or super().should_stop(step)
 
     def asked_to_stop(self) -> bool:
-        """Return whether the driver has written a STOP file into the run directory."""
+        """Return whether the driver has asked to stop, by a STOP file.
+
+        The file is in the run directory.
+        """
         return self._storage.exists(STOP_FILE)
 
 
 class Gauges:
-    """Ray's gauges of one rank, which Prometheus and Grafana show as ``ray_uno_...``.
+    """The metrics of one rank as Ray gauges, for Prometheus and Grafana.
 
-    They have the tags ``run``, ``phase`` and ``rank``. Metrics that all ranks share are
-    set by rank 0 only.
+    Their names are ``ray_uno_...``, and they have the tags ``run``, ``phase`` and
+    ``rank``. Metrics that all ranks share are set by rank 0 only.
 
     Args:
         run: The name of the run.
@@ -181,9 +210,11 @@ class Gauges:
         }
 
     def set(self, metrics: Mapping[str, Any]) -> None:
-        """Set the gauges to the numbers of a line of metrics.
+        """Set the gauges to the numbers of a line of training metrics.
 
-        Numbers without a gauge are ignored. The line's ``phase`` becomes a tag.
+        Args:
+            metrics: The metrics by name. Those without a gauge are ignored. ``phase``
+                becomes a tag.
         """
         for name in self._gauges.keys() & metrics.keys():
             self._gauges[name].set(
@@ -195,13 +226,15 @@ def train_loop(loop: dict[str, Any]) -> dict[str, Any]:
     """Train and evaluate a run, on every worker: Ray Train's ``train_loop_per_worker``.
 
     Args:
-        loop: Plain values: ``config``, ``output``, ``phases``, ``evaluate``,
-            ``worker_cpus``; the :class:`Messages`; and the result of
+        loop: Values by name: ``config``, the configuration as a dict; ``output``, the
+            run directory; ``phases``, the names of the phases to train; ``evaluate``,
+            whether to evaluate after them; ``worker_cpus``, the CPUs of a worker;
+            ``messages``, the :class:`Messages`; and the result of
             :func:`pipelines.ray_data.shared`.
 
     Returns:
-        ``{"metrics": ...}``, which is empty without ``evaluate``; or ``{"interrupted":
-        reason}``.
+        ``{"metrics": metrics by name}``, which are empty without ``evaluate``; or
+        ``{"interrupted": reason}``.
 
     Raises:
         Preempted: A node is being drained. A checkpoint is saved.
@@ -225,7 +258,7 @@ def train_loop(loop: dict[str, Any]) -> dict[str, Any]:
 def train_rank(
     config: Config, loop: dict[str, Any], worker: RayWorker, storage: ClaimedStorage
 ) -> dict[str, Any]:
-    """Train and evaluate a run on this rank.
+    """Train all phases of a run on this rank, and evaluate the run.
 
     Args:
         config: The configuration of the run.
@@ -234,7 +267,8 @@ def train_rank(
         storage: The directory of the run.
 
     Returns:
-        The result of :func:`train_loop`.
+        ``{"metrics": metrics by name}``, which are empty if the run is not evaluated;
+        or ``{"interrupted": reason}``.
 
     Raises:
         Preempted: A node is being drained. A checkpoint is saved.
@@ -262,8 +296,9 @@ def train_rank(
 def rank_threads(config: Config, device: torch.device, neighbors: int) -> int:
     """Return the number of threads of torch in a rank.
 
-    It is the rank's share of the cores of its node. It is 1 if a GPU computes and the
-    processes of Ray Data need the cores. ``compute.threads`` has priority.
+    It is the rank's share of the cores of its node. It is 1 if a GPU computes and
+    images are streamed, because the processes that decode need the cores.
+    ``compute.threads`` has priority.
 
     Args:
         config: The configuration of the run.
@@ -278,21 +313,27 @@ def rank_threads(config: Config, device: torch.device, neighbors: int) -> int:
 def run_on_ray(run: Run, show: Show) -> dict[str, float]:
     """Train and evaluate a run on Ray: Ray Data decodes, and Ray Train trains.
 
-    The rows of the run then have the images that were decoded for an evaluation. These
-    are in the object store of Ray, to which this process stays connected until
-    ``run.cleanup`` is closed.
+    If the run is evaluated and its images are not streamed, ``run.task`` keeps the
+    decoded images, or the features, for the report and the predictions. Images that
+    are decoded for training, and not streamed, are in Ray's object store: this process
+    then stays connected to Ray until ``run.cleanup`` is closed. Otherwise it
+    disconnects before it returns.
 
     Args:
-        run: The locked run.
+        run: The run, whose directory is locked.
         show: Takes each line of metrics, which rank 0 sends.
 
     Returns:
-        The metrics of rank 0, empty unless ``run.evaluate``.
+        The metrics of the evaluation by name; empty if ``run.evaluate`` is False.
+
+    Raises:
+        Interrupted: The user has asked to stop, or workers keep dying.
     """
     config, task, storage = run.config, run.task, run.storage
     stopping = threading.Event()
 
     def stop() -> None:
+        """Ask all ranks to save a checkpoint and end, by a STOP file."""
         stopping.set()
         storage.write(STOP_FILE, b"")
 
@@ -353,15 +394,17 @@ def run_workers(
     cluster can place it, and the group resumes from the newest checkpoint.
 
     Args:
-        run: The locked run.
-        config: Its configuration, for the rows that can be read.
-        resources: The resources of each worker.
-        facts: What :func:`pipelines.ray_data.shared` has put into the object store.
+        run: The run, whose directory is locked.
+        config: The configuration of the run, after
+            :func:`~uno.session.data.config_for_readable_rows`.
+        resources: The resources of each worker (``CPU``, ``GPU``).
+        facts: The references to the data in the object store, from
+            :func:`pipelines.ray_data.shared`.
         show: Takes each line of metrics.
         give_up: Returns whether the user has asked to stop.
 
     Returns:
-        The metrics of rank 0.
+        The metrics of the evaluation by name; empty if ``run.evaluate`` is False.
 
     Raises:
         Interrupted: The group was asked to stop, or ``give_up`` returned True while it
@@ -388,6 +431,11 @@ def run_workers(
     waits = nodes.WaitLines(config, resources)
 
     def poll() -> None:
+        """Handle all messages that have come from the workers and from Ray Train.
+
+        Raises:
+            Interrupted: The user has asked to stop while the workers wait for nodes.
+        """
         for kind, content in messages.received():
             if kind == "metrics":
                 show(content)
@@ -454,13 +502,16 @@ def run_config(
     callbacks: Sequence[Any],
     variables: Mapping[str, str] | None = None,
 ) -> Any:
-    """Return a RunConfig of Ray Train with which dead groups are always replaced.
+    """Return a RunConfig of Ray Train with which failed groups are always replaced.
+
+    One of the callbacks must end a run that cannot go on, see
+    :class:`pipelines.failures.EndWhenHopeless`.
 
     Args:
-        folder: The directory of Ray's own files, which are in ``folder/name``.
+        folder: The directory for Ray's own files, which are in ``folder/name``.
         name: The name of the run for Ray.
-        callbacks: The callbacks of Ray Train, of which one ends a hopeless run.
-        variables: Environment variables of the workers.
+        callbacks: The callbacks of Ray Train.
+        variables: Environment variables of the workers, by name; None sets none.
     """
     import ray.train
 
@@ -477,9 +528,12 @@ def run_config(
 def flight_recorder(storage: Storage) -> dict[str, str]:
     """Return environment variables that make NCCL write traces after a timeout.
 
-    The last collectives of each rank are written to ``nccl/rank_N`` of the run. For a
-    run on an object store they stay on each node until the next group collects them.
-    Variables that are set already are left out.
+    The last collectives of each rank are written to ``nccl/rank_N`` of the run
+    directory. If that is on an object store, they stay on each node until the next
+    group of workers uploads them. Variables that are set already are left out.
+
+    Args:
+        storage: The directory of the run.
     """
     wanted = {
         "TORCH_FR_BUFFER_SIZE": "2000",
@@ -490,10 +544,13 @@ def flight_recorder(storage: Storage) -> dict[str, str]:
 
 
 def traces_of(storage: Storage) -> str:
-    """Return the directory on a node for NCCL's traces.
+    """Return the local directory into which NCCL writes its traces on each node.
 
-    It is ``nccl`` in the directory of a local run, and for a run on an object store a
-    temporary directory with a name made from the run's URI.
+    It is ``nccl`` in a run directory on a file system. For a run directory on an object
+    store it is a temporary directory with a name made from the run's URI.
+
+    Args:
+        storage: The directory of the run.
     """
     if storage.is_local:
         return storage.path(TRACES)
@@ -502,9 +559,13 @@ def traces_of(storage: Storage) -> str:
 
 
 def collect_traces(storage: Storage) -> None:
-    """Make the directory for NCCL's traces on a node.
+    """Make the directory for NCCL's traces on this node.
 
-    For a run on an object store, traces of the last group are moved there.
+    If the run directory is on an object store, traces that the last group of workers
+    has left on this node are moved to the run directory.
+
+    Args:
+        storage: The directory of the run.
     """
     folder = Path(traces_of(storage))
     folder.mkdir(parents=True, exist_ok=True)
@@ -520,17 +581,21 @@ def fit(
     settings: Any,
     timeout_s: int = 600,
 ) -> Any:
-    """Fit a ``TorchTrainer``, and return Ray's result.
+    """Run a group of workers with Ray's ``TorchTrainer``, and return its result.
 
     Args:
-        train_loop: What each worker runs.
+        train_loop: The function that each worker runs.
         loop: The argument of ``train_loop``.
-        scaling: The result of :func:`scaling`.
-        settings: The result of :func:`run_config`.
-        timeout_s: The timeout in seconds of collectives.
+        scaling: The number and the resources of workers, a result of :func:`scaling`.
+        settings: The RunConfig of Ray Train, a result of :func:`run_config`.
+        timeout_s: The timeout of collectives in seconds.
+
+    Returns:
+        The result of ``TorchTrainer.fit``.
 
     Raises:
-        Exception: The error that :class:`pipelines.failures.EndWhenHopeless` raised.
+        Exception: The error with which :class:`pipelines.failures.EndWhenHopeless`
+            ended the run.
         Interrupted: Ray Train's controller was lost.
     """
     import ray.train

@@ -1,4 +1,4 @@
-"""Use the parts of Ray that are not documented.
+"""Work around limits of Ray by the parts of it that are not documented.
 
 Their names may change with any version. Each function says what happens without its
 name. The rest of this package imports Ray's public API only.
@@ -16,14 +16,15 @@ GONE = (ImportError, AttributeError, TypeError)  # raised by a name that has mov
 
 
 def quiet_pools() -> None:
-    """Suppress an error line that Ray's core prints for each pool of Ray Data.
+    """Suppress an error line that Ray's core prints for each actor pool of Ray Data.
 
     Each process that starts a pool prints it, because the actors of the pool may
     restart with arguments that are in Ray's store (ray-project/ray#53727). This must be
-    called before connecting. Without the private name the line is seen.
+    called before connecting. If Ray has renamed what this uses, the line is printed.
     """
 
     def leave_out(printed: dict[str, Any]) -> None:
+        """Remove the error line from lines that a worker has printed."""
         printed["lines"] = [
             line for line in printed["lines"] if "ray/issues/53727" not in line
         ]
@@ -40,9 +41,9 @@ def quiet_pools() -> None:
 
 @contextmanager
 def cluster_of_helpers() -> Iterator[None]:
-    """Tell Ray Train's own helpers the address of the cluster inside the block.
+    """Tell Ray Train's helper processes the address of the cluster inside the block.
 
-    A helper gives the CPUs of workers back whose controller died. It looks for the
+    A helper releases the CPUs of workers whose controller died. It looks for the
     cluster by the processes of this machine, and fails where a second cluster runs. It
     inherits ``RAY_ADDRESS`` only if a private set of names has it.
     """
@@ -63,9 +64,11 @@ def cluster_of_helpers() -> Iterator[None]:
 
 
 def current_cluster() -> str | None:
-    """Return the ``host:port`` of the cluster that ``ray start`` started here.
+    """Return the address of the Ray cluster that ``ray start`` started on this machine.
 
-    It is read from the file in which Ray's own commands find it; None without one.
+    Returns:
+        ``host:port``, read from the file in which Ray's own commands find it; None
+        without that file.
     """
     folder = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
     with suppress(OSError):

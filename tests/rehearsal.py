@@ -455,9 +455,7 @@ def resident(cluster: Rehearsal) -> None:
     words = printed("deploy/rayjob.yaml", "discover", places)
     words += ["--known-classes", "first:80", *SIZES]
     job = cluster.submit(words)
-    wait_for(
-        lambda: job.says("waiting up to 30 minutes for nodes: need 2 workers with")
-    )
+    wait_for(lambda: job.says("waiting for 2 workers with"))
     cluster.join(2)
     cluster.ended(
         job,

@@ -1,4 +1,7 @@
-"""The names of the scores by which ``uno tune`` compares trials, and their meaning."""
+"""The scores by which ``uno tune``, the hyperparameter search, compares its trials.
+
+``SCORES`` maps the name of each score to the sentence that explains it to the user.
+"""
 
 FOLDS, LOSS, AGREEMENT, ORACLE = "folds", "loss", "agreement", "oracle"
 SCORES = {

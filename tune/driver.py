@@ -1,4 +1,4 @@
-"""Run a sweep from its options to its tables, for ``uno tune``.
+"""Run a hyperparameter search (a sweep) with Ray Tune, for the command ``uno tune``.
 
 All state is in the output directory (:mod:`tune.records`), which the driver has locked.
 Ray Tune keeps no state. The same command therefore continues a sweep that was ended at
@@ -15,6 +15,7 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,8 +32,8 @@ from tune.score import FoldRows, Source, SweepData, Unread, make_folds, sweep_da
 from tune.trial import (
     Sweep,
     SweepOptions,
+    missing_pretrainings,
     run_pretraining,
-    shared_pretrainings,
     train_trial,
 )
 from uno.config import (
@@ -80,7 +81,11 @@ HERE = {"compute.num_workers": 0, "compute.device": "auto"}
 
 
 def main(options: Options) -> int:
-    """Run or continue a sweep, or only report on it, and return the exit code."""
+    """Run or continue a sweep, or only write its report; return the exit code.
+
+    Args:
+        options: The parsed command line of ``uno tune``.
+    """
     if options.args.report:
         return report_on(str(options.config.output))
     sweep = sweep_options(options)
@@ -90,8 +95,12 @@ def main(options: Options) -> int:
 def sweep_options(options: Options) -> SweepOptions:
     """Return the options of a sweep from a command line of ``uno tune``.
 
+    Args:
+        options: The parsed command line.
+
     Raises:
-        ConfigError: The options contradict each other, or no trial can have the space.
+        ConfigError: The options contradict each other, or the search space has a value
+            that no trial can have.
     """
     own, config = options.args, options.config
     grace = own.grace_epochs or max(1, config.discover.epochs // 6)
@@ -114,7 +123,7 @@ def sweep_options(options: Options) -> SweepOptions:
         if field_traits(key).scope != "place"
     }
     given |= {"preset": config.preset, "recipe": config.recipe}
-    return _whole_grid(
+    return _with_grid_size(
         SweepOptions(
             config,
             given,
@@ -133,11 +142,11 @@ def sweep_options(options: Options) -> SweepOptions:
     )
 
 
-def _whole_grid(options: SweepOptions) -> SweepOptions:
-    """Set the number of trials of a grid search.
+def _with_grid_size(options: SweepOptions) -> SweepOptions:
+    """Return the options with the number of trials that a grid search needs.
 
-    It is the number of combinations, plus the given configuration. Other searches stay
-    as they are.
+    It is the number of combinations, plus 1 for the given configuration. The options of
+    other searches are returned unchanged.
     """
     if options.search != "grid":
         return options
@@ -146,10 +155,13 @@ def _whole_grid(options: SweepOptions) -> SweepOptions:
 
 
 def run_sweep(options: SweepOptions) -> int:
-    """Run the missing trials of a sweep, write its tables, and return the exit code 0.
+    """Run the missing trials of a sweep, write its results, and return the exit code 0.
+
+    Args:
+        options: The options of the sweep.
 
     Raises:
-        ConfigError: The options, the data or the directory do not fit.
+        ConfigError: The options, the data or the directory do not fit each other.
         NumericsError: All trials failed.
         Interrupted: The sweep was asked to stop.
     """
@@ -158,7 +170,7 @@ def run_sweep(options: SweepOptions) -> int:
     # Trials run in other directories, so paths must be full.
     options = options._replace(config=with_full_path(options.config))
     own_weights = starting_weights(options.config, False)
-    asked, (options, task) = options.overrides, _resolved(options)
+    asked, (options, task) = options.overrides, open_sweep_data(options)
     config = options.config
     goes_on = Storage(str(config.output)).exists(SETTINGS)
     check_data(override(config, HERE), task, read_images=not goes_on)
@@ -176,7 +188,7 @@ def run_sweep(options: SweepOptions) -> int:
             data, options.score, options.folds, config.seed, options.hide
         )
         if derives_batch(config, asked):
-            options = _fitted(options, folds)
+            options = with_fitting_batch(options, folds)
         num_epochs = check_plans(options, folds)
         if own_weights is not None:  # trials read them there
             kept = {"model.weights": storage.below(PRETRAINED_FILE)}
@@ -221,34 +233,34 @@ def run_sweep(options: SweepOptions) -> int:
 
 
 def _check_folds(options: SweepOptions, task: Task, asked: Collection[str]) -> None:
-    """Check the folds of a sweep before any image is decoded.
+    """Check the folds of a sweep (see :mod:`tune.score`) before any image is decoded.
 
     Args:
         options: The options of the sweep.
         task: The rows of the sweep.
-        asked: The dotted keys that the user set. Without a batch size among them, the
-            batch size is reduced to the rows of a fold.
+        asked: The dotted keys that the user set. Without ``train.batch_size`` among
+            them, the batch size is reduced to the rows of a fold.
 
     Raises:
-        ConfigError: The score does not go with the classes, or the batch size does not
-            go with the rows of a fold.
+        ConfigError: The known classes do not allow the folds, or a fold has fewer rows
+            than a batch.
     """
     rows, seed = task.rows, options.config.seed
     every_row = np.ones(len(rows), dtype=bool)
     data = sweep_data(task, Unread(rows.images, rows.ids), every_row, options.score)
     folds = make_folds(data, options.score, options.folds, seed, options.hide)
     fitting = derives_batch(options.config, asked)
-    check_plans(_fitted(options, folds) if fitting else options, folds)
+    check_plans(with_fitting_batch(options, folds) if fitting else options, folds)
 
 
 def report_on(output: str) -> int:
-    """Write the report of a sweep as far as it got, and return the exit code 0.
+    """Write the report of a sweep with the results so far, and return the exit code 0.
 
     Args:
         output: The directory of the sweep.
 
     Raises:
-        ConfigError: There is no sweep.
+        ConfigError: The directory holds no sweep.
     """
     storage = Storage(output)
     records.read_settings(storage)
@@ -259,14 +271,14 @@ def report_on(output: str) -> int:
 
 
 def _tell_loggers(config: Config, claim: RunLock, summary: report.Summary) -> None:
-    """Send the results of all trials to the loggers of the configuration.
+    """Send the results of all trials to W&B, MLflow and TensorBoard, as configured.
 
     Each trial is a run of the sweep's group, and the best one is marked. W&B and MLflow
     get each epoch once. TensorBoard's directory of the sweep is written anew, because
     another trial may be the best now.
 
     Args:
-        config: The configuration of the sweep.
+        config: The configuration of the sweep, which names the loggers.
         claim: The lock of the sweep.
         summary: The results.
     """
@@ -302,16 +314,22 @@ def _tell_loggers(config: Config, claim: RunLock, summary: report.Summary) -> No
 def load_data(
     options: SweepOptions, task: Task, own_weights: bytes | None, storage: Storage
 ) -> SweepData:
-    """Read the data that all trials share.
+    """Read or encode the data that all trials share.
 
     Args:
-        options: The options of the sweep. If its data is in memory, images are decoded,
-            or encoded by the frozen encoder. If its data is streamed, images stay where
-            they are, and the features of a frozen encoder are in a file.
+        options: The options of the sweep. With ``data.loading`` other than
+            ``streaming`` the images are decoded, or encoded by the frozen encoder. With
+            ``streaming`` each trial reads the images itself, and the features of a
+            frozen encoder are in a file.
         task: The rows of the sweep.
         own_weights: The pretrained weights of the encoder as a safetensors file, from
-            :func:`~uno.session.prepare.starting_weights`, or None.
+            :func:`~uno.session.prepare.starting_weights`; None if it starts without
+            such weights.
         storage: The directory of the sweep, for the file of features.
+
+    Returns:
+        The pixels or features in memory, the file of features, or the unread images;
+        with the labels that trials may see.
 
     Raises:
         ConfigError: Features are larger than memory, and the directory is not local.
@@ -349,16 +367,16 @@ def load_data(
 
 @contextmanager
 def _encoding_place(options: SweepOptions) -> Iterator[tuple[Config, Compute]]:
-    """Choose where a frozen encoder computes features.
+    """Choose where a frozen encoder computes features, during a ``with`` block.
 
-    The workers of a cluster compute them, because this machine may be a small head.
+    The workers of a Ray cluster compute them, because this machine may be a small head.
     Without a cluster this process computes them.
 
     Args:
         options: The options of the sweep.
 
     Yields:
-        The configuration for the computation, and the function that computes.
+        The configuration for the computation, and the function that encodes rows.
     """
     config = override(options.config, {**HERE, "data.loading": "memory"})
     frozen = config.model.finetune == "none" and not config.model.takes_vectors
@@ -378,7 +396,7 @@ def _encoding_place(options: SweepOptions) -> Iterator[tuple[Config, Compute]]:
 
 
 def mapped_zeros(path: str, shape: tuple[int, ...]) -> Tensor:
-    """Create a ``.npy`` file of float32 zeros, and return it as a mapped tensor.
+    """Create a ``.npy`` file of float32 zeros, and return it as a memory-mapped tensor.
 
     The tensor takes no memory of this process. The space is reserved on the disk,
     because a write through the map to a full disk would end the process.
@@ -388,7 +406,7 @@ def mapped_zeros(path: str, shape: tuple[int, ...]) -> Tensor:
         shape: The shape of the tensor.
 
     Raises:
-        StorageError: The disk has no space for it.
+        StorageError: The disk has no space for the file.
     """
     with wrap_errors(StorageError, f"write {path}"):
         values = np.lib.format.open_memmap(path, "w+", np.float32, shape)
@@ -400,9 +418,13 @@ def mapped_zeros(path: str, shape: tuple[int, ...]) -> Tensor:
 def check_options(options: SweepOptions) -> None:
     """Check that the options of a sweep do not contradict each other.
 
+    Args:
+        options: The options of the sweep.
+
     Raises:
-        ConfigError: The score does not go with the heads, the weights or the method; or
-            there is nothing to train.
+        ConfigError: The score ``agreement`` is asked of trials with one head; the score
+            ``folds`` is asked with weights that may have seen the hidden classes; or
+            the method or the number of epochs leaves nothing to train.
     """
     heads = next((d.ends for d in options.space if d.key == "model.num_heads"), ())
     if options.score == AGREEMENT and min(*heads, num_heads(options.config)) < 2:
@@ -431,14 +453,14 @@ def check_options(options: SweepOptions) -> None:
 
 
 def check_plans(options: SweepOptions, folds: list[FoldRows]) -> int:
-    """Return the number of epochs that a trial trains.
+    """Check that every fold fills a batch, and return the number of epochs of a trial.
 
     Args:
         options: The options of the sweep.
-        folds: The problems of each trial.
+        folds: The discovery problems that each trial solves.
 
     Returns:
-        The largest number of epochs over all folds, up to ``train.max_steps``.
+        The largest number of epochs over all folds. ``train.max_steps`` limits it.
 
     Raises:
         ConfigError: A fold is smaller than a batch.
@@ -464,12 +486,12 @@ def check_plans(options: SweepOptions, folds: list[FoldRows]) -> int:
 def open_sweep(
     options: SweepOptions, storage: Storage, fingerprint: str, num_epochs: int
 ) -> None:
-    """Write ``sweep.yaml``, or check that the one that is there matches.
+    """Write ``sweep.yaml`` for a new sweep, or check the settings of one that exists.
 
     Args:
         options: The options of the sweep.
         storage: The directory of the sweep.
-        fingerprint: Identifies the rows of the data.
+        fingerprint: A hash that identifies the rows of the data.
         num_epochs: The number of epochs of a trial.
 
     Raises:
@@ -510,13 +532,20 @@ def open_sweep(
         )
 
 
-def _resolved(options: SweepOptions) -> tuple[SweepOptions, Task]:
-    """Return the options with all settings that are derived, and the rows of the sweep.
+def open_sweep_data(options: SweepOptions) -> tuple[SweepOptions, Task]:
+    """Derive the settings that the user left open, from the data of the sweep.
 
-    A sweep that exists keeps what was chosen for it. For a new sweep the images decide,
-    and the values count as given, so that ``best.yaml`` has them. The grace period of
-    early stopping follows the number of epochs, unless the user set it. Whether the
-    images are kept in memory is decided here, too, but none is read.
+    A new sweep derives them from a sample of its images (such as the image size), and
+    they count as given by the user, so that ``best.yaml`` has them. A sweep that exists
+    keeps the settings that it has stored. The grace period of early stopping follows
+    the number of epochs, unless the user set it. Whether images are kept in memory is
+    decided here, too.
+
+    Args:
+        options: The options of the command line.
+
+    Returns:
+        The options with all settings, and the rows of the sweep. No image is in memory.
 
     Raises:
         ConfigError: A setting or the data is refused, or memory is too small.
@@ -541,17 +570,6 @@ def _resolved(options: SweepOptions) -> tuple[SweepOptions, Task]:
         config, given = override(config, values), values | given
         for line in (*lines, *(f"warning: {line}" for line in task.rows.warnings)):
             print_line(line)
-    usual, new = (
-        max(1, each.discover.epochs // 6) for each in (options.config, config)
-    )
-    asha, median = (
-        (
-            {**rule, "grace_epochs": new}
-            if rule and rule["grace_epochs"] == usual
-            else rule
-        )
-        for rule in (options.asha, options.median)
-    )
     num_folds = options.folds if options.score == FOLDS else 1
     loading, why = choose_for_sweep(config, len(task.rows), num_folds)
     if began is None:
@@ -560,22 +578,45 @@ def _resolved(options: SweepOptions) -> tuple[SweepOptions, Task]:
     here = override(config, HERE)
     num_threads(here)  # refuses too many threads
     check_memory(here, task)
-    return (
-        _whole_grid(
-            options._replace(config=config, overrides=given, asha=asha, median=median)
-        ),
-        task,
+    stopping = _scaled_grace_periods(options, config)
+    options = options._replace(config=config, overrides=given, **stopping)
+    return _with_grid_size(options), task
+
+
+def _scaled_grace_periods(options: SweepOptions, config: Config) -> dict[str, Any]:
+    """Return the rules of early stopping for the number of epochs of a sweep.
+
+    A grace period that the user has left at its default, a sixth of the epochs of the
+    command line's configuration, becomes a sixth of the sweep's epochs.
+
+    Args:
+        options: The options of the command line.
+        config: The configuration of the sweep.
+
+    Returns:
+        The fields "asha" and "median" of the options, each a rule or None.
+    """
+    usual, new = (
+        max(1, each.discover.epochs // 6) for each in (options.config, config)
     )
+    rules = {"asha": options.asha, "median": options.median}
+    return {
+        name: {**rule, "grace_epochs": new}
+        if rule and rule["grace_epochs"] == usual
+        else rule
+        for name, rule in rules.items()
+    }
 
 
-def _fitted(options: SweepOptions, folds: list[FoldRows]) -> SweepOptions:
-    """Reduce the batch size so that every fold fills a batch.
+def with_fitting_batch(options: SweepOptions, folds: list[FoldRows]) -> SweepOptions:
+    """Return the options with a batch size that every fold of the sweep can fill.
 
-    A fold has fewer rows than the run.
+    A fold has fewer rows than the whole data set, so its batches may have to be
+    smaller.
 
     Args:
         options: The options of the sweep.
-        folds: The problems of each trial.
+        folds: The discovery problems that each trial solves.
 
     Returns:
         The options with the batch size, which counts as set by the user.
@@ -598,7 +639,14 @@ def _fitted(options: SweepOptions, folds: list[FoldRows]) -> SweepOptions:
 def _describe(
     options: SweepOptions, data: SweepData, folds: list[FoldRows], num_epochs: int
 ) -> None:
-    """Print the number of trials, the space, the score and the folds of a sweep."""
+    """Print the number of trials, the space, the score and the folds of a sweep.
+
+    Args:
+        options: The options of the sweep.
+        data: The data that all trials share.
+        folds: The discovery problems that each trial solves.
+        num_epochs: The number of epochs of a trial.
+    """
     trials, epochs = plural(options.trials, "trial"), plural(num_epochs, "epoch")
     print_line(f"{trials} of up to {epochs} over the space {options.space_name}:")
     for domain in options.space:
@@ -615,11 +663,15 @@ def _describe(
 def concurrency(
     options: SweepOptions, cluster: dict[str, float]
 ) -> tuple[int, dict[str, float]]:
-    """Return how many trials run at a time, and the resources of each process.
+    """Return how many trials run at a time, and the resources of each training process.
 
     Args:
         options: The options of the sweep.
-        cluster: The resources of the cluster, as Ray counts them.
+        cluster: The resources of the cluster, as Ray counts them (``CPU``, ``GPU``).
+
+    Returns:
+        The number of trials, and the number of ``CPU`` and, with GPUs, ``GPU`` for each
+        process.
 
     Raises:
         ConfigError: The cluster cannot hold a single trial.
@@ -662,12 +714,12 @@ def _run_missing(
     claim: RunLock,
     ended: list[Trial],
 ) -> None:
-    """Run the missing trials with Ray Tune.
+    """Run the trials that have no result yet with Ray Tune.
 
     Args:
         options: The options of the sweep.
         data: The data that all trials share.
-        folds: The problems of each trial.
+        folds: The discovery problems that each trial solves.
         num_epochs: The number of epochs of a trial.
         claim: The lock of the sweep.
         ended: The trials that have a result. New ones are appended.
@@ -675,7 +727,7 @@ def _run_missing(
     Raises:
         ConfigError: The cluster had no place for a trial in time.
         Interrupted: The sweep was asked to stop.
-        StorageError: A trial could not write.
+        StorageError: A trial could not write its files.
     """
     storage, config, stopping = claim.storage, options.config, threading.Event()
     print_line(
@@ -702,9 +754,10 @@ def _run_missing(
         start = time.monotonic()
 
         def on_end(trial: Trial) -> None:
+            """Count a trial that has ended, and print how it ended."""
             ended.append(trial)
             print_line(
-                f"{len(ended)}/{options.trials}  {_line(trial)} "
+                f"{len(ended)}/{options.trials}  {_format_end(trial)} "
                 f" ({time.monotonic() - start:.0f} s)"
             )
 
@@ -715,7 +768,7 @@ def _run_missing(
             options, num_epochs, storage.uri, storage.token, each, ray.put(data)
         )
         here = {"CPU": CPU_OF_A_WAITING_TRIAL} if config.compute.num_workers else each
-        jobs = shared_pretrainings(options, folds, searcher.values_drawn(), storage)
+        jobs = missing_pretrainings(options, folds, searcher.values_drawn(), storage)
         request = {"num_cpus": here["CPU"], "num_gpus": here.get("GPU", 0)}
         pretrained = ray_tasks(
             ray, places, request, run_pretraining, (sweep,), jobs, stopping.is_set
@@ -753,8 +806,8 @@ def _run_missing(
         raise Interrupted("stopped; the same command continues the sweep")
 
 
-def _line(trial: Trial) -> str:
-    """Return a line on how a trial ended and on its values.
+def _format_end(trial: Trial) -> str:
+    """Return a line for the console on how a trial ended and which values it had.
 
     For example ``trial 3 finished: score 0.8123  [epsilon 0.05, num_heads 4]``.
     """

@@ -1,6 +1,6 @@
-"""Read the directory of a sweep. Only this module knows the layout.
+"""Read the files that a hyperparameter search (a sweep of ``uno tune``) has written.
 
-::
+Only this module knows the layout of the directory of a sweep::
 
     sweep.yaml                   what is searched and how: the same command continues
                                  only a sweep that matches
@@ -36,11 +36,11 @@ FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
 
 
 class PartStorage(Storage):
-    """A directory in a sweep's directory, writable as long as the sweep's lock is held.
+    """A folder in the directory of a sweep, writable while the sweep's lock is held.
 
     Args:
-        whole: The directory of the sweep.
-        name: The path below it.
+        whole: The directory of the sweep, with the token of its lock.
+        name: The path of the folder, relative to the directory of the sweep.
     """
 
     def __init__(self, whole: ClaimedStorage, name: str) -> None:
@@ -48,20 +48,29 @@ class PartStorage(Storage):
         self._whole = whole
 
     def check(self) -> None:
-        """Raise an error unless the lock of the sweep is still held."""
+        """Check before a write that the lock of the sweep is still held.
+
+        Raises:
+            StorageError: The lock file is missing, or another command has taken the
+                lock.
+        """
         self._whole.check()
 
 
 @dataclass
 class Trial:
-    """One configuration of a sweep, and its results.
+    """One configuration that a sweep trains and scores, and its results so far.
 
     Attributes:
-        index: Its number, from 0.
-        overrides: The searched values by dotted key.
-        epochs: The results of each epoch.
-        status: ``finished``, ``stopped`` or ``failed``; None if it has not ended.
-        reason: Why it failed, or "".
+        index: The number of the trial, from 0. Trial 0 is the configuration that the
+            user gave.
+        overrides: The values of the searched settings, by dotted key such as
+            ``objective.epsilon``.
+        epochs: The results of each epoch in order, the lines of ``epochs.jsonl``:
+            ``epoch`` from 1, ``score``, ``loss`` and more by name.
+        status: ``finished`` (all epochs are trained), ``stopped`` (early stopping ended
+            it) or ``failed``; None if it has not ended.
+        reason: Why the trial failed; "" if it has not.
     """
 
     index: int
@@ -72,29 +81,37 @@ class Trial:
 
     @property
     def _last(self) -> dict[str, Any]:
-        """The results of the last epoch; epoch 0 with the score NaN without any."""
+        """The results of the last epoch, by name.
+
+        Before the first epoch has ended, these are ``epoch`` 0 and ``score`` NaN.
+        """
         return self.epochs[-1] if self.epochs else {"epoch": 0, "score": math.nan}
 
     @property
     def last_epoch(self) -> int:
-        """The number of epochs that were trained and scored."""
+        """The number of epochs that this trial has trained and scored, 0 if none."""
         return int(self._last["epoch"])
 
     @property
     def score(self) -> float:
-        """The score after the last epoch; NaN without an epoch."""
+        """The score of this trial after its last epoch; NaN if no epoch has ended."""
         return float(self._last["score"])
 
     @property
     def spread(self) -> float:
-        """The standard deviation of the score over seeds; NaN with one seed."""
+        """The standard deviation of this trial's score over seeds; NaN with one seed.
+
+        It is the value after the last epoch.
+        """
         return float(self._last.get("spread", math.nan))
 
     @property
     def standard_error(self) -> float:
-        """The standard error of the score, if the score is a share of rows, else 0.
+        """The binomial standard error of this trial's score after its last epoch.
 
-        One right row and one wrong row are added (Agresti & Coull 1998).
+        The score is taken as the share of ``rows`` rows that are right. One right and
+        one wrong row are added, so that the error of a perfect score is not 0 (Agresti
+        & Coull 1998). The error is 0 if the score is no share of rows, such as a loss.
         """
         rows = self._last.get("rows", 0)
         share = (self.score * rows + 1) / (rows + 2)
@@ -102,12 +119,22 @@ class Trial:
 
 
 def trial_name(index: int) -> str:
-    """Return the path of a trial's directory below that of the sweep."""
+    """Return the path of a trial's folder in the directory of a sweep: ``trials/0007``.
+
+    Args:
+        index: The number of the trial.
+    """
     return f"trials/{index:04d}"
 
 
 def read_settings(storage: Storage) -> Mapping[str, Any]:
-    """Read ``sweep.yaml``.
+    """Read ``sweep.yaml``, the settings with which a sweep was begun.
+
+    Args:
+        storage: The directory of the sweep.
+
+    Returns:
+        The content of the file: ``score``, ``search``, ``space``, ``config`` and more.
 
     Raises:
         ConfigError: There is no such file, or it is damaged.
@@ -120,13 +147,15 @@ def read_settings(storage: Storage) -> Mapping[str, Any]:
 
 
 def read_epochs(storage: Storage, index: int) -> list[dict[str, Any]]:
-    """Read the results of a trial's epochs 1, 2, 3 and so on.
-
-    They end before a line that is damaged or out of order.
+    """Read the results of each epoch of a trial from its file ``epochs.jsonl``.
 
     Args:
         storage: The directory of the sweep.
         index: The number of the trial.
+
+    Returns:
+        One mapping of results for each of the epochs 1, 2, 3 and so on. The list ends
+        before the first line that is damaged or out of order.
     """
     lines = enumerate(
         read_journal(storage, f"{trial_name(index)}/epochs.jsonl"), start=1
@@ -138,14 +167,14 @@ def read_epochs(storage: Storage, index: int) -> list[dict[str, Any]]:
 
 
 def read_trial(storage: Storage, index: int) -> Trial | None:
-    """Read a trial with the results that it has so far.
+    """Read a trial of a sweep with the results that it has so far.
 
     Args:
         storage: The directory of the sweep.
         index: The number of the trial.
 
     Returns:
-        None if the values of the trial have not been drawn.
+        The trial; None if no hyperparameter values have been chosen for it yet.
     """
     names = (f"{trial_name(index)}/{part}.json" for part in ("trial", "result"))
     tree, result = (read_mapping(storage, name) or {} for name in names)
@@ -158,7 +187,13 @@ def read_trial(storage: Storage, index: int) -> Trial | None:
 
 
 def read_trials(storage: Storage) -> list[Trial]:
-    """Read all trials whose values have been drawn, in the order of their numbers."""
+    """Read all trials of a sweep that have values, in the order of their numbers.
+
+    Trials whose hyperparameter values have not been chosen yet are left out.
+
+    Args:
+        storage: The directory of the sweep.
+    """
     found = (
         read_trial(storage, int(name))
         for name in storage.list("trials")
@@ -168,10 +203,11 @@ def read_trials(storage: Storage) -> list[Trial]:
 
 
 def ranking(trials: list[Trial]) -> list[Trial]:
-    """Return the finished and stopped trials with a finite score, the best first.
+    """Return the finished and early-stopped trials with a finite score, the best first.
 
-    Trials with more epochs come first, because scores after different numbers of epochs
-    cannot be compared.
+    A trial with more epochs comes before one with fewer, because scores after different
+    numbers of epochs cannot be compared. With as many epochs, the higher score comes
+    first.
     """
     sound = [
         t for t in trials if t.status in (FINISHED, STOPPED) and math.isfinite(t.score)
@@ -180,10 +216,11 @@ def ranking(trials: list[Trial]) -> list[Trial]:
 
 
 def best_trial(trials: list[Trial]) -> Trial | None:
-    """Return the best of the finished trials, or None without any.
+    """Return the trial whose configuration a sweep recommends, or None.
 
-    Trial 0, the given configuration, wins unless another trial is better by more than
-    one standard error (the rule of Breiman et al. 1984).
+    It is the finished trial with the highest score. But trial 0, the configuration that
+    the user gave, is preferred if its score is at most one standard error lower (the
+    rule of Breiman et al. 1984). None means that no trial has finished.
     """
     finished = [trial for trial in ranking(trials) if trial.status == FINISHED]
     if not finished:

@@ -1,4 +1,4 @@
-"""Write the results of a sweep: Parquet, JSON lines, ``best.yaml`` and an HTML page.
+"""Write the results of a hyperparameter search (a sweep) as tables and an HTML page.
 
 The files are ``sweep.parquet``, ``sweep.jsonl``, ``best.yaml`` and the self-contained
 ``sweep.html``. They are made from the sweep's directory alone. With the oracle score
@@ -44,12 +44,13 @@ MAX_SHOWN, MAX_LISTED = 200, 10  # trials in a chart, and in the table on the co
 
 
 class Effect(NamedTuple):
-    """How much a key mattered for the order of the trials.
+    """How much one searched setting mattered for the order of the trials.
 
     Attributes:
-        key: The dotted key.
+        key: The dotted key of the setting.
         share: The share, 0-1, of the variance of the trials' ranks that a parabola over
-            the key's position in its domain explains.
+            the setting's value explains. The value is taken as its position in its
+            domain, see :meth:`tune.spaces.Domain.position`.
         low: ``share`` minus two standard errors (jackknife, Tukey 1958), at least 0.
         high: ``share`` plus two standard errors, at most 1.
     """
@@ -66,14 +67,17 @@ class Summary(NamedTuple):
     Attributes:
         settings: The content of ``sweep.yaml``.
         space: The search space.
-        trials: All trials.
-        ranked: The finished and stopped trials, the best first.
-        best: The trial of ``best.yaml``, or None.
+        trials: All trials, in the order of their numbers.
+        ranked: The finished and early-stopped trials, the best first.
+        best: The trial whose configuration ``best.yaml`` holds, or None if none
+            finished.
         cost: ``seconds``, ``cpu_seconds`` and ``gpu_seconds`` over all processes;
-            ``epochs``; ``saved``, the share of epochs that early stopping saved;
-            ``pretrainings``, and ``pretrain_s``, their seconds.
-        effects: The effect of each key, the largest first.
-        chance: The share that an effect reaches by chance, see :func:`importance`.
+            ``epochs``, the number of trained epochs; ``saved``, the share of epochs
+            that early stopping saved; ``pretrainings``, the number of shared
+            pretrainings, and ``pretrain_s``, their seconds.
+        effects: The effect of each searched setting, the largest first.
+        chance: The share that the largest effect rarely exceeds by chance, see
+            :func:`importance`.
     """
 
     settings: Mapping[str, Any]
@@ -87,17 +91,24 @@ class Summary(NamedTuple):
 
     @property
     def oracle(self) -> bool:
-        """Whether true labels of novel classes were used."""
+        """Whether the trials were scored by the true labels of the novel classes."""
         return bool(self.settings["score"] == ORACLE)
 
     @property
     def keeps_given(self) -> bool:
-        """Whether the given configuration wins although another has a higher score."""
+        """Whether the user's configuration, trial 0, is best without the highest score.
+
+        It is preferred if its score is at most one standard error lower, see
+        :func:`tune.records.best_trial`.
+        """
         return self.best is not None and self.best is not self.ranked[0]
 
 
 def read(storage: Storage) -> Summary:
     """Read the results of a sweep from its directory.
+
+    Args:
+        storage: The directory of the sweep.
 
     Raises:
         ConfigError: The directory holds no sweep.
@@ -128,7 +139,14 @@ def read(storage: Storage) -> Summary:
 
 
 def write(storage: Storage) -> Summary:
-    """Write all files of the sweep in ``storage`` and return what they show."""
+    """Write the tables, ``best.yaml`` and the HTML page of a sweep.
+
+    Args:
+        storage: The directory of the sweep, which is read and written.
+
+    Returns:
+        The results that the files show.
+    """
     summary = read(storage)
     brand = f"{ORACLE}-" if summary.oracle else ""
     storage.write(f"{brand}sweep.parquet", table_bytes(summary))
@@ -140,7 +158,7 @@ def write(storage: Storage) -> Summary:
 
 
 def importance(space: Space, ranked: Sequence[Trial]) -> tuple[list[Effect], float]:
-    """Compute how much each key mattered.
+    """Compute how much each searched setting mattered for the order of the trials.
 
     On simulated sweeps of 12 and 16 trials, the jackknife intervals contained the true
     share in 78-97% of them. Bootstrap intervals did in 0-93%, because the share of
@@ -151,18 +169,18 @@ def importance(space: Space, ranked: Sequence[Trial]) -> tuple[list[Effect], flo
         ranked: The trials, the best first.
 
     Returns:
-        The effect of each key with several values, the largest first; and the share
-        that the largest effect stays below by chance in 19 of 20 sweeps, if no key has
-        an effect. For that, ranks are permuted 2,000 times and the maximum over keys is
-        taken (Westfall & Young 1993). With fewer than 6 trials the result is ``([],
-        0.0)``.
+        The effect of each setting with several values, the largest first; and the share
+        that the largest effect stays below by chance in 19 of 20 sweeps, if no setting
+        has an effect. For that, ranks are permuted 2,000 times and the maximum over
+        settings is taken (Westfall & Young 1993). With fewer than 6 trials the result
+        is ``([], 0.0)``.
     """
     places = {
         d.key: np.array([d.position(trial.overrides[d.key]) for trial in ranked])
         for d in space
     }
     bases = {
-        key: _parabola(place)
+        key: _parabola_basis(place)
         for key, place in places.items()
         if len(set(place.tolist())) > 1
     }
@@ -170,11 +188,11 @@ def importance(space: Space, ranked: Sequence[Trial]) -> tuple[list[Effect], flo
         return [], 0.0
     ranks, found = np.arange(len(ranked), dtype=float), []
     for key, basis in bases.items():
-        share = float(_explained(basis, ranks))
+        share = float(_explained_share(basis, ranks))
         others = [np.delete(ranks, i) for i in range(len(ranks))]
         left = np.array(
             [
-                _explained(_parabola(np.delete(places[key], i)), y)
+                _explained_share(_parabola_basis(np.delete(places[key], i)), y)
                 for i, y in enumerate(others)
             ]
         )
@@ -184,45 +202,47 @@ def importance(space: Space, ranked: Sequence[Trial]) -> tuple[list[Effect], flo
         )
     permuted = np.random.default_rng(0).permuted(np.tile(ranks, (2000, 1)), axis=1).T
     chance = np.quantile(
-        np.max([_explained(basis, permuted) for basis in bases.values()], axis=0), 0.95
+        np.max([_explained_share(basis, permuted) for basis in bases.values()], axis=0),
+        0.95,
     )
     return sorted(found, key=lambda effect: (-effect.share, effect.key)), float(chance)
 
 
-def _parabola(place: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return an orthonormal basis of the parabolas over positions.
+def _parabola_basis(positions: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return an orthonormal basis of all parabolas over the positions of trials.
 
     Args:
-        place: (N,), the position of each trial.
+        positions: float64 (N,), the position of each trial's value in its domain, 0-1.
 
     Returns:
-        (N, 3), or fewer columns if there are fewer than 3 different positions.
+        The basis vectors as columns, float64 (N, 3); fewer columns if there are fewer
+        than 3 different positions.
     """
-    degree = min(2, len(set(place.tolist())) - 1)
-    return np.linalg.qr(np.vander(place, degree + 1))[0]
+    degree = min(2, len(set(positions.tolist())) - 1)
+    return np.linalg.qr(np.vander(positions, degree + 1))[0]
 
 
-def _explained(
+def _explained_share(
     basis: NDArray[np.float64], ranks: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Return the share of the variance of ranks that a basis explains.
+    """Return the share of the variance of ranks that a least-squares fit explains.
 
     Args:
-        basis: (N, D), orthonormal columns.
-        ranks: (N,), or (N, M) for M sets of ranks.
+        basis: float64 (N, D), orthonormal columns that span the fitted functions.
+        ranks: float64 (N,), the rank of each trial; or (N, M) for M sets of ranks.
 
     Returns:
-        A scalar array, or (M,).
+        The share, 0-1, as a scalar array; or (M,) for M sets of ranks.
     """
     ranks = ranks - ranks.mean(axis=0)
     return ((basis.T @ ranks) ** 2).sum(axis=0) / (ranks**2).sum(axis=0)
 
 
 def what_mattered(summary: Summary) -> str:
-    """Return a line that names the keys with an effect above chance.
+    """Return a line that names the settings with an effect above chance.
 
-    If there is none, the line names the key with the largest effect. It is "" if there
-    were too few trials.
+    If there is none, the line names the setting with the largest effect. The line is ""
+    if there were too few trials for :func:`importance`.
     """
     if not summary.effects:
         return ""
@@ -246,9 +266,9 @@ def what_mattered(summary: Summary) -> str:
 
 
 def table_bytes(summary: Summary) -> bytes:
-    """Return the results as Parquet, with one row for each epoch of each trial.
+    """Return the results of a sweep as a Parquet file, one row for each trained epoch.
 
-    A trial without an epoch has one row without values of an epoch.
+    A trial without an epoch has one row, in which the values of an epoch are null.
     """
     fields = {
         "trial": pa.int64(),
@@ -282,9 +302,10 @@ def table_bytes(summary: Summary) -> bytes:
 
 
 def lines_bytes(summary: Summary) -> bytes:
-    """Return the results as JSON lines, one for each trial.
+    """Return the results of a sweep as JSON lines, one for each trial.
 
-    A line has the values, the epochs, the status, and whether the trial is the best.
+    A line has the hyperparameter values, the epochs, the status, and whether the trial
+    is the best.
     """
     lines = [
         {
@@ -302,9 +323,13 @@ def lines_bytes(summary: Summary) -> bytes:
 
 
 def best_yaml(summary: Summary, best: Trial) -> str:
-    """Return a YAML file for ``uno discover --config``.
+    """Return the best trial's configuration as YAML for ``uno discover --config``.
 
-    It has the settings that were given, and the values of the best trial.
+    It has the settings that the user gave, and the searched values of the trial.
+
+    Args:
+        summary: The results of the sweep.
+        best: The trial.
     """
     lines = [
         "# ORACLE: chosen by the true labels of the novel classes. Not a result;"
@@ -323,10 +348,10 @@ def best_yaml(summary: Summary, best: Trial) -> str:
 
 
 def format_table(summary: Summary) -> str:
-    """Return the table for the console.
+    """Return the results of a sweep as a table for the console.
 
     It lists the best trials and trial 0, counts the others, and ends with the cost and
-    the keys that mattered.
+    the settings that mattered.
     """
     cost, space = summary.cost, summary.space
     rows = [
@@ -372,7 +397,7 @@ def format_table(summary: Summary) -> str:
 
 
 def page(summary: Summary) -> str:
-    """Return the HTML page of the sweep."""
+    """Return the self-contained HTML page with the results of a sweep."""
     trials, scatters = (
         summary.trials,
         [scatter(domain, summary) for domain in summary.space],
@@ -396,14 +421,14 @@ def best_so_far(summary: Summary) -> Chart | None:
     """Draw the score of each trial over its number, and the best finished score so far.
 
     Returns:
-        The chart, or None without a score.
+        The chart, or None if no trial has a score.
     """
     steps, top = [], -math.inf
     for trial in (trial for trial in summary.trials if math.isfinite(trial.score)):
         before, top = top, max(top, trial.score) if trial.status == FINISHED else top
         steps += [(trial.index, score) for score in dict.fromkeys((before, top))]
     line = Series("best so far", steps, "best")
-    return _scores(
+    return _draw_scores(
         summary, "Best so far", "trial", lambda trial: trial.index, [line], width=WIDE
     )
 
@@ -414,14 +439,16 @@ def learning_curves(summary: Summary) -> Chart | None:
     The lines show where early stopping ended a trial.
 
     Returns:
-        The chart, or None without a score.
+        The chart, or None if no trial has a score.
     """
     series, last = [], int(summary.settings["epochs"])
-    for trial in _shown(summary):
+    for trial in _shown_trials(summary):
         points = [(epoch["epoch"], epoch["score"]) for epoch in trial.epochs]
-        series.append(Series(f"trial {trial.index}", points, _kind(summary, trial)))
+        series.append(
+            Series(f"trial {trial.index}", points, _kind_of_trial(summary, trial))
+        )
     x_range = (1, last)
-    return _scores(
+    return _draw_scores(
         summary,
         "Score by epoch",
         "epoch",
@@ -433,39 +460,40 @@ def learning_curves(summary: Summary) -> Chart | None:
 
 
 def scatter(domain: Domain, summary: Summary) -> Chart | None:
-    """Draw the score of each trial over its value of one key.
+    """Draw the score of each trial over its value of one searched setting.
 
-    About five values are marked on the axis.
+    About five values are marked on the horizontal axis.
 
     Args:
-        domain: The domain of the key.
-        summary: The results.
+        domain: The values that the setting may take.
+        summary: The results of the sweep.
 
     Returns:
-        The chart, or None without a score.
+        The chart, or None if no trial has a score.
     """
     values = domain.choices[:: max(1, len(domain.choices) // 6)]
     values = values or tuple(
         dict.fromkeys(domain.at(share) for share in (0, 0.25, 0.5, 0.75, 1 - 1e-12))
     )
-    marks = [(domain.position(value), _text(value)) for value in values]
+    marks = [(domain.position(value), _format_value(value)) for value in values]
 
     def place(trial: Trial) -> float:
         return domain.position(trial.overrides[domain.key])
 
-    return _scores(summary, domain.key, "", place, x_range=(0, 1), x_ticks=marks)
+    return _draw_scores(summary, domain.key, "", place, x_range=(0, 1), x_ticks=marks)
 
 
-def _shown(summary: Summary) -> list[Trial]:
-    """Return the last 200 trials with a score, with the best trial at the end.
+def _shown_trials(summary: Summary) -> list[Trial]:
+    """Return the trials that a chart shows: the last 200 that have a score.
 
-    The best is thus always among them, and is drawn above the others.
+    The best trial is always among them. It is the last of the list, so that it is drawn
+    above the others.
     """
     shown = [trial for trial in summary.trials if math.isfinite(trial.score)]
     return sorted(shown, key=lambda trial: trial is summary.best)[-MAX_SHOWN:]
 
 
-def _scores(
+def _draw_scores(
     summary: Summary,
     title: str,
     x_label: str,
@@ -473,22 +501,25 @@ def _scores(
     series: Sequence[Series] = (),
     **how: Any,
 ) -> Chart | None:
-    """Draw a dot for each trial, and lines.
+    """Draw a chart of scores with a dot for each trial, and optionally lines.
 
     The vertical axis covers the scores, and need not begin at zero.
 
     Args:
-        summary: The results.
+        summary: The results of the sweep.
         title: The title of the chart.
         x_label: The label of the horizontal axis.
         x: Returns the horizontal position of a trial.
-        series: The lines.
-        **how: Arguments of :func:`~uno.report.charts.line_chart`.
+        series: The lines, such as learning curves.
+        **how: Further arguments of :func:`~uno.report.charts.line_chart`.
+
+    Returns:
+        The chart, or None if no trial has a score.
     """
     dots = []
-    for trial in _shown(summary):
+    for trial in _shown_trials(summary):
         values = (
-            f"{key.rpartition('.')[2]} {_text(value)}"
+            f"{key.rpartition('.')[2]} {_format_value(value)}"
             for key, value in trial.overrides.items()
         )
         how_far = (
@@ -496,7 +527,7 @@ def _scores(
             f" {trial.score:.4f}"
         )
         words = f"trial {trial.index} ({how_far}; {', '.join(values)}"
-        dots.append(Dot(x(trial), trial.score, _kind(summary, trial), words))
+        dots.append(Dot(x(trial), trial.score, _kind_of_trial(summary, trial), words))
     scores = [dot.y for dot in dots] + [y for line in series for _, y in line.points]
     finite = [score for score in scores if math.isfinite(score)] or [0.0, 1.0]
     air = (max(finite) - min(finite)) * 0.06 or 0.05
@@ -504,13 +535,16 @@ def _scores(
     return line_chart(title, x_label, series, dots, y_range=y_range, **how)
 
 
-def _kind(summary: Summary, trial: Trial) -> str:
-    """Return the kind of a trial, by which it is drawn: ``best`` or its status."""
+def _kind_of_trial(summary: Summary, trial: Trial) -> str:
+    """Return the kind by which a chart styles a trial: ``best``, or its status.
+
+    A trial that has not ended has the kind ``unfinished``.
+    """
     return "best" if trial is summary.best else trial.status or "unfinished"
 
 
-def _text(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """Return a value as short text for a chart: ``0.05``, or ``0.5-1`` for a pair."""
     if isinstance(value, list | tuple):
-        return "-".join(map(_text, value))
+        return "-".join(map(_format_value, value))
     return f"{value:.2g}" if isinstance(value, float) else visible(value, 14)

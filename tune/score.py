@@ -1,9 +1,9 @@
-"""Compute the score of a trial without the true labels of the novel classes.
+"""Score hyperparameter trials on folds: discovery problems that hide known classes.
 
-``folds`` is the default. A fold hides some known classes and discovers them from the
-others. Its score is the harmonic mean (Xian et al., CVPR 2017) of two accuracies: the
-``strict`` clustering accuracy of the hidden rows, and the accuracy of held-out rows of
-the classes that stayed known. If classes are too small to hold a row out, only the
+``folds`` is the default score. A fold hides some known classes and discovers them from
+the others. Its score is the harmonic mean (Xian et al., CVPR 2017) of two accuracies:
+the ``strict`` clustering accuracy of the hidden rows, and the accuracy of held-out rows
+of the classes that stayed known. If classes are too small to hold a row out, only the
 first counts. Both accuracies are means over heads. The best head alone gives a noisier
 score, and its score saturates on the easier problem of a fold. (This was decided on the
 digits with true labels, on 8 configurations.) Unlabeled and test rows take no part.
@@ -28,9 +28,8 @@ from torch import Tensor
 from pipelines.ray_data import shared_tensor
 from tune import AGREEMENT, FOLDS, LOSS, ORACLE
 from uno.config import Config
-from uno.data.decode import ok_mask
 from uno.data.files import Storage
-from uno.data.images import Images, batches_of
+from uno.data.images import Images
 from uno.data.memory import EvalSet, train_set
 from uno.data.row_blocks import RowBlocks
 from uno.data.sampling import TUNE_FOLDS
@@ -38,10 +37,8 @@ from uno.data.splits import Task
 from uno.data.stream import (
     EvalData,
     StreamedEvalSet,
-    StreamSet,
+    StreamedImages,
     TrainData,
-    decode_here,
-    decoded_rows,
     stream_here,
 )
 from uno.data.unreadable import BadRows
@@ -58,10 +55,10 @@ HELD_OUT_EVERY = 5
 
 
 class Unread(NamedTuple):
-    """Images that trials read themselves.
+    """Images that are not in memory, and that each trial reads itself.
 
     Attributes:
-        images: The images of N rows.
+        images: The images of N rows, which can be read by row number.
         ids: The ids of these rows.
     """
 
@@ -79,17 +76,17 @@ holds images that are read when they are needed.
 
 
 class SweepData(NamedTuple):
-    """The data that all trials see, N rows.
+    """The training data that all trials of a sweep share, N rows.
 
     Attributes:
-        images: The images, or what replaces them.
+        images: The pixels, features or unread images of the rows, see :data:`Source`.
         labels: int64 (N,): the known class of a labeled training row, or -1.
         unlabeled: bool (N,): whether a row is an unlabeled training row. Rows that are
             known to be unreadable are neither labeled nor unlabeled.
         num_known: The number of known classes.
         num_novel: The number of novel classes.
         oracle: int64 (N,): the true novel class from 0, or -1. None unless the score is
-            ``oracle``.
+            ``oracle``, the only one that may see true labels.
     """
 
     images: Source
@@ -101,16 +98,16 @@ class SweepData(NamedTuple):
 
 
 def sweep_data(task: Task, images: Source, ok: np.ndarray, score: str) -> SweepData:
-    """Return the data that a score may see.
+    """Return the rows, images and labels that trials may see with a given score.
 
     Args:
-        task: The rows of the sweep.
-        images: Their images, or what replaces them.
-        ok: bool (N,), whether a row can be read.
-        score: The name of the score. Only ``oracle`` gets true labels.
+        task: The N rows of the sweep, with known and true classes.
+        images: The pixels, features or unread images of the rows.
+        ok: bool (N,), whether a row can be read. Other rows are left out.
+        score: The name of the score. Only ``oracle`` gets the true novel classes.
 
     Raises:
-        ConfigError: ``oracle``, and the data has no true novel classes.
+        ConfigError: The score is ``oracle``, and the data has no true novel classes.
     """
     usable, oracle = task.is_train & ok, None
     if score == ORACLE:
@@ -127,14 +124,16 @@ def sweep_data(task: Task, images: Source, ok: np.ndarray, score: str) -> SweepD
 
 
 class FoldRows(NamedTuple):
-    """One discovery problem of a trial, as row numbers.
+    """One discovery problem that a trial solves, as row numbers.
 
     Attributes:
-        name: ``fold0``, ``fold1`` and so on, or ``real``.
+        name: ``fold0``, ``fold1`` and so on; or ``real`` for the problem itself, in
+            which no known class is hidden.
         train: The training rows, as :func:`~uno.data.splits.train_rows` returns them.
-        scored: The rows that are scored: their numbers, their classes, and whether they
-            are novel, (R,) each, as one split of :func:`~uno.data.splits.truth_rows`.
-        hidden: The known classes that the fold hides; none in the real problem.
+        scored: The R rows on which a trial is scored, as three tensors (R,): row
+            numbers; classes in this problem, -1 if unknown; and whether the row is to
+            be discovered (True) or is a held-out row of a known class (False).
+        hidden: The known classes that the fold hides and discovers; empty for ``real``.
     """
 
     name: str
@@ -144,18 +143,19 @@ class FoldRows(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """The number of labeled rows, and of rows to discover."""
+        """The number of labeled training rows, and of training rows to discover."""
         return len(self.train["labeled"]), len(self.train["unlabeled"])
 
 
 class Fold(NamedTuple):
-    """One discovery problem of a trial, with its images.
+    """One discovery problem that a trial solves, with its images.
 
     Attributes:
-        name: ``fold0``, ``fold1`` and so on, or ``real``.
+        name: ``fold0``, ``fold1`` and so on; or ``real`` for the problem itself, in
+            which no known class is hidden.
         train: The training set.
-        scored: The rows that are scored.
-        hidden: The known classes that the fold hides; none in the real problem.
+        scored: The rows on which a trial is scored, with their true classes.
+        hidden: The known classes that the fold hides and discovers; empty for ``real``.
     """
 
     name: str
@@ -167,20 +167,22 @@ class Fold(NamedTuple):
 def make_folds(
     data: SweepData, score: str, num_folds: int, seed: int, hide: int | None = None
 ) -> list[FoldRows]:
-    """Return the problems that every trial of a sweep solves.
+    """Return the discovery problems that every trial of a sweep solves, as row numbers.
 
     Args:
         data: The data of the sweep.
-        score: The name of the score.
-        num_folds: The number of folds, for the score ``folds``.
+        score: The name of the score: ``folds``, ``loss``, ``agreement`` or ``oracle``.
+        num_folds: The number of folds, used by the score ``folds`` only.
         seed: The seed of the choice of hidden classes.
-        hide: The number of classes that a fold hides, see :func:`hidden_classes`.
+        hide: The number of known classes that each fold hides; None for the default of
+            :func:`hidden_classes`.
 
     Returns:
-        The folds; for other scores than ``folds`` only the real problem.
+        For the score ``folds``, problems that each hide some known classes. For every
+        other score only the real problem, without hidden classes.
 
     Raises:
-        ConfigError: The known classes do not allow these folds.
+        ConfigError: There are too few known classes for these folds.
     """
     if score != FOLDS:
         # Unlabeled rows have -1, unless the score may see their true class.
@@ -191,7 +193,7 @@ def make_folds(
                 data.num_known + data.oracle,
                 labels,
             )
-        return [_fold("real", data, labels, data.unlabeled, data.num_novel)]
+        return [_make_fold("real", data, labels, data.unlabeled, data.num_novel)]
     folds: list[FoldRows] = []
     for hidden in hidden_classes(data.num_known, data.num_novel, num_folds, seed, hide):
         visible = [c for c in range(data.num_known) if c not in hidden]
@@ -200,12 +202,12 @@ def make_folds(
         renumbered[[*visible, *hidden]] = np.arange(data.num_known)
         labels, novel = renumbered[data.labels], np.isin(data.labels, hidden)
         folds.append(
-            _fold(f"fold{len(folds)}", data, labels, novel, len(hidden), hidden)
+            _make_fold(f"fold{len(folds)}", data, labels, novel, len(hidden), hidden)
         )
     return folds
 
 
-def _fold(
+def _make_fold(
     name: str,
     data: SweepData,
     labels: np.ndarray,
@@ -213,18 +215,20 @@ def _fold(
     num_novel: int,
     hidden: tuple[int, ...] = (),
 ) -> FoldRows:
-    """Return one problem as row numbers.
+    """Return one discovery problem of a trial as row numbers.
 
-    Every fifth labeled row of each class is held out of training. Rows that are held
-    out or novel are scored.
+    Every fifth labeled row of each class that stays known is held out of training.
+    Rows that are held out or novel are scored.
 
     Args:
         name: The name of the problem.
-        data: The data of the sweep.
-        labels: int64 (N,), the class within the problem, known classes first, or -1.
-        novel: bool (N,), the rows to discover.
+        data: The data of the sweep, N rows.
+        labels: int64 (N,), the class of each row within the problem, known classes
+            first; -1 if it is unknown.
+        novel: bool (N,), the rows whose classes are to be discovered.
         num_novel: The number of classes to discover.
-        hidden: The known classes that the problem hides.
+        hidden: The known classes, as numbered in ``data.labels``, that are novel in
+            this problem. The problem has that many fewer known classes.
     """
     # Of a class with fewer than 5 rows none is held out.
     held_out = np.zeros(len(labels), dtype=bool)
@@ -256,13 +260,13 @@ def _fold(
 def open_folds(
     source: Source, folds: list[FoldRows], config: Config, storage: Storage
 ) -> list[Fold]:
-    """Return problems with their images.
+    """Return discovery problems with their images, from problems as row numbers.
 
     No image is copied. Images that are not in memory are read by threads of this
     process.
 
     Args:
-        source: The images, or what replaces them.
+        source: The pixels, features or unread images of all rows, see :data:`Source`.
         folds: The problems as row numbers.
         config: The configuration of the trial.
         storage: The directory of the trial, in which unreadable images are listed.
@@ -270,12 +274,12 @@ def open_folds(
     if isinstance(source, Unread):
         images = source.images
         bad = BadRows(source.ids, images, config.data.max_bad_fraction, storage)
-        how = images, config.data.stored_size, decode_here(config, images), bad
+        streamed = StreamedImages.of(config, images, bad)
         return [
             Fold(
                 name,
-                stream_here(config, bad, images, **train),
-                StreamedEvalSet(truth, rows, novel, *how),
+                stream_here(config, streamed, **train),
+                StreamedEvalSet(truth, rows, novel, streamed),
                 hidden,
             )
             for name, train, (rows, truth, novel), hidden in folds
@@ -300,18 +304,22 @@ def open_folds(
 def hidden_classes(
     num_known: int, num_novel: int, folds: int, seed: int, hide: int | None = None
 ) -> list[tuple[int, ...]]:
-    """Return the known classes that each fold hides.
+    """Choose the known classes that each fold hides.
 
-    The folds take consecutive windows of one permutation of the classes, so that all
-    classes are hidden about equally often.
+    The folds take consecutive windows of one random permutation of the classes, so that
+    all classes are hidden about equally often.
 
     Args:
         num_known: The number of known classes.
         num_novel: The number of novel classes.
         folds: The number of folds.
         seed: The seed of the permutation.
-        hide: The number of classes that a fold hides. By default it is the share of
-            classes that is novel in the real problem, and at least 2.
+        hide: The number of classes that each fold hides. None for the default: the
+            share of classes that is novel in the real problem, and at least 2 classes.
+
+    Returns:
+        For each fold the sorted indices of its hidden classes, ``hide`` of the known
+        ones.
 
     Raises:
         ConfigError: There are fewer than 3 known classes, ``hide`` is out of range, or
@@ -349,20 +357,23 @@ def hidden_classes(
 def measure(
     config: Config, fold: Fold, state: TrainState, score: str, worker: Worker
 ) -> dict[str, float]:
-    """Compute the score of a trained model on one problem.
+    """Compute the score of a trained model on one discovery problem.
+
+    All ranks call this.
 
     Args:
         config: The configuration of the trial.
-        fold: The problem.
-        state: The state of training.
-        score: The name of the score.
-        worker: The process that trains. All ranks call this.
+        fold: The problem, with the rows to score.
+        state: The state of training, with the model.
+        score: The name of the score: ``folds``, ``loss``, ``agreement`` or ``oracle``.
+        worker: The process that trains.
 
     Returns:
-        ``score``, which is to be maximized, and its parts: ``known_best``,
-        ``known_avg``, ``novel_best`` and ``novel_avg`` (accuracies), ``loss``,
-        ``agreement``; each if it applies. ``rows`` is the number of rows of which the
-        score is a share, and is missing for ``loss``.
+        ``score``, which is to be maximized, and its parts if they apply: the accuracies
+        0-1 ``known_best``, ``known_avg``, ``novel_best`` and ``novel_avg`` (of the best
+        head and the mean over heads), ``loss``, and ``agreement`` 0-1. ``rows`` is the
+        number of rows of which the score is a share; the score ``loss`` has no
+        ``rows``.
     """
     model, train, truth = state.model.eval(), fold.train, fold.scored.truth
     num_true = max(train.num_known, int(truth.max()) + 1)
@@ -380,10 +391,10 @@ def measure(
     parts["loss"] = float(state.head_losses.min())
     if score == AGREEMENT:
         outputs = [
-            _clusters(model, images, config)
+            _assign_clusters(model, images, config)
             for images in _unlabeled_images(train, config)
         ]
-        found = _agreement(torch.cat(outputs, dim=1).numpy(), train.num_novel)
+        found = _head_agreement(torch.cat(outputs, dim=1).numpy(), train.num_novel)
         parts |= {"agreement": found, "rows": float(train.num_unlabeled)}
     elif score != LOSS:
         parts["rows"] = float((truth >= 0).sum())
@@ -392,12 +403,13 @@ def measure(
 
 
 def combined(parts: Mapping[str, float], score: str) -> float:
-    """Return the score that follows from its parts.
+    """Return the score of a trial from the accuracies, loss and agreement of its model.
 
     Args:
-        parts: The parts of :func:`measure`.
-        score: The name of the score. ``folds`` and ``oracle`` take the harmonic mean of
-            the accuracies.
+        parts: The results of :func:`measure` by name.
+        score: The name of the score. ``loss`` is minus the loss, ``agreement`` is the
+            agreement, and ``folds`` and ``oracle`` are the harmonic mean of
+            ``novel_avg`` and, if it is there, ``known_avg``.
     """
     if score == LOSS:
         return -parts["loss"]
@@ -414,23 +426,20 @@ def _unlabeled_images(train: TrainData, config: Config) -> Iterator[Tensor]:
 
     Args:
         train: The training set.
-        config: The configuration of the trial.
+        config: The configuration of the trial, with the batch size of evaluation.
+
+    Yields:
+        Pixels uint8 (B, 3, S, S), or cached features of a frozen encoder.
     """
-    size = config.train.eval_batch_size
-    if not isinstance(train, StreamSet):
-        yield from train.unlabeled_images.split(size)
-        return
-    rows = train.unlabeled
-    batches = batches_of(
-        train.images, rows, decoded_rows(size, config.data.stored_size)
-    )
-    for _, images, reasons in train.decode(rows[batch] for batch in batches):
-        if (ok := ok_mask(reasons)).any():
-            yield images[torch.from_numpy(ok)]
+    rows = [np.arange(0), np.arange(train.num_unlabeled)]
+    batches, read = train.plan_reading(rows, config.train.eval_batch_size)
+    for images, ok in read(batches):
+        if ok.any():
+            yield images if ok.all() else images[torch.from_numpy(ok)]
 
 
-def _clusters(model: UnoModel, images: Tensor, config: Config) -> Tensor:
-    """Return the most likely novel cluster of images under every cluster head.
+def _assign_clusters(model: UnoModel, images: Tensor, config: Config) -> Tensor:
+    """Return the most likely novel cluster of each image under every cluster head.
 
     Args:
         model: The model, in eval mode.
@@ -438,19 +447,22 @@ def _clusters(model: UnoModel, images: Tensor, config: Config) -> Tensor:
         config: The configuration of the trial.
 
     Returns:
-        int64 (H, B), on the CPU.
+        Cluster indices, int64 (H, B) for H heads, on the CPU.
     """
     novel = forward(model, images, config).novel
     assert novel is not None
     return novel[0].argmax(dim=-1).cpu()
 
 
-def _agreement(heads: np.ndarray, num_clusters: int) -> float:
-    """Return the mean accuracy of one head's clusters against those of another.
+def _head_agreement(heads: np.ndarray, num_clusters: int) -> float:
+    """Return how well the cluster assignments of different heads agree.
+
+    For each pair of heads it is the clustering accuracy (after the best one-to-one
+    matching of clusters) of one head's clusters with the other head's as labels.
 
     Args:
         heads: int64 (H, N), the cluster of each row under every head.
-        num_clusters: The number of clusters.
+        num_clusters: The number of clusters of a head.
 
     Returns:
         The mean over all pairs of heads, 0-1.

@@ -1,9 +1,10 @@
-"""Choose the configuration of each trial, and record its result, for Ray Tune.
+"""Choose the hyperparameters of each trial of a search (a sweep), for Ray Tune.
 
-The values of a random trial depend on the space, the seed and its number only. A sweep
-that was ended at any moment, or is given more trials, therefore continues as if it had
-never stopped. Other searchers are told the earlier results. Trial 0 is always the given
-configuration, so that the winner is compared with it.
+The result of each trial is recorded, too. The values of a random trial depend on the
+space, the seed and its number only. A sweep that was ended at any moment, or is given
+more trials, therefore continues as if it had never stopped. Other searchers are told
+the earlier results. Trial 0 is always the given configuration, so that the winner is
+compared with it.
 """
 
 import json
@@ -32,16 +33,16 @@ from uno.imports import import_object
 from uno.session.console import print_line
 
 
-class Asked:
-    """A searcher of Ray Tune that chooses the values of trials.
+class OtherSearcher:
+    """A searcher of Ray Tune, such as Optuna's, that is asked for the values of trials.
 
-    It is TPE of Optuna, or what the ``package.module:factory`` of ``--search`` returns.
-    The searcher sees the position of a choice in the place of the choice, because
-    neighboring choices are alike. With several trials at a time its choices depend on
-    the order in which trials end.
+    It is TPE of Optuna, or the searcher that the ``package.module:factory`` of
+    ``--search`` returns. For a setting with a list of choices, the searcher sees the
+    position in the list instead of the choice, because neighboring choices are alike.
+    If several trials run at a time, its values depend on the order in which trials end.
 
     Args:
-        name: The value of ``--search``.
+        name: The value of ``--search``: ``optuna`` or ``package.module:factory``.
         space: The search space.
         seed: The seed of Optuna.
 
@@ -55,14 +56,18 @@ class Asked:
         problem = f"--search {name}"
         try:
             self._searcher = (
-                _optuna(seed) if name == "optuna" else import_object("--search", name)()
+                _optuna_searcher(seed)
+                if name == "optuna"
+                else import_object("--search", name)()
             )
             if not isinstance(self._searcher, Searcher):
                 kind = type(self._searcher).__name__
                 raise ConfigError(
                     f"{problem} returns {kind}, not a ray.tune.search.Searcher"
                 )
-            drawn = {key: _ray_domain(domain) for key, domain in self._domains.items()}
+            drawn = {
+                key: _ray_distribution(domain) for key, domain in self._domains.items()
+            }
             if not self._searcher.set_search_properties("score", "max", drawn):
                 own = "a space of its own; leave it, metric and mode to uno tune"
                 raise ConfigError(f"{problem} returns a searcher that has {own}")
@@ -75,38 +80,44 @@ class Asked:
             ) from None
 
     def values(self, index: int) -> dict[str, Any] | str | None:
-        """Return the values of a new trial, by dotted key.
+        """Return the values that the searcher chooses for a new trial, by dotted key.
 
         Args:
             index: The number of the trial.
 
         Returns:
-            None if the searcher has no values now, and ``Searcher.FINISHED`` if it will
-            have none any more.
+            The values; None if the searcher has no values now, and
+            ``Searcher.FINISHED`` if it will never have any again.
         """
         found = self._searcher.suggest(str(index))
         if found is None or found == Searcher.FINISHED:
             return found
         self._asked.add(str(index))
         return {
-            key: _value(domain, found[key]) for key, domain in self._domains.items()
+            key: _value_of_number(domain, found[key])
+            for key, domain in self._domains.items()
         }
 
     def report(self, index: int, result: dict[str, Any]) -> None:
-        """Tell the searcher the score of a trial that has not ended.
+        """Tell the searcher the score of one epoch of a trial that goes on.
+
+        Nothing is told of a trial for which the searcher did not choose the values.
 
         Args:
             index: The number of the trial.
-            result: The result that Ray Tune has.
+            result: Ray Tune's result of the epoch, with ``score``.
         """
         if str(index) in self._asked:
             self._searcher.on_trial_result(str(index), result)
 
     def tell(self, trial: Trial) -> None:
-        """Tell the searcher that a trial has ended.
+        """Tell the searcher that a trial has ended, with its score or its failure.
 
-        A trial that it did not choose is added, if the space contains its values and
-        the searcher supports that.
+        A trial that the searcher did not choose is added to its data, if the search
+        space contains the trial's values and the searcher supports that.
+
+        Args:
+            trial: The trial.
         """
         failed = trial.status == FAILED or not math.isfinite(trial.score)
         if (name := str(trial.index)) in self._asked:
@@ -139,8 +150,11 @@ class Asked:
                 self._said = True
 
 
-def _optuna(seed: int) -> Searcher:
-    """Return the TPE searcher of Optuna.
+def _optuna_searcher(seed: int) -> Searcher:
+    """Return Ray Tune's searcher for the TPE sampler of Optuna.
+
+    Args:
+        seed: The seed of the sampler.
 
     Raises:
         ConfigError: Optuna is not installed.
@@ -159,8 +173,8 @@ def _optuna(seed: int) -> Searcher:
     )
 
 
-def _ray_domain(domain: spaces.Domain) -> Any:
-    """Return Ray Tune's distribution for a domain.
+def _ray_distribution(domain: spaces.Domain) -> Any:
+    """Return Ray Tune's distribution for the values of one searched setting.
 
     Choices become a uniform distribution of their positions, 0 to the number of choices
     minus 1.
@@ -173,22 +187,24 @@ def _ray_domain(domain: spaces.Domain) -> Any:
     )
 
 
-def _value(domain: spaces.Domain, found: Any) -> Any:
-    """Return the value that a searcher has chosen from :func:`_ray_domain`.
+def _value_of_number(domain: spaces.Domain, number: Any) -> Any:
+    """Return the value of a setting for the number that a searcher has chosen.
+
+    The number was drawn from the distribution of :func:`_ray_distribution`.
 
     Args:
-        domain: The domain.
-        found: The searcher's number: a value, or the position of a choice.
+        domain: The values that the setting may take.
+        number: A value of the range, or the position of a choice.
     """
     if domain.choices:
-        return domain.choices[int(found)]
-    return int(found) if domain.scale == "int" else float(found)
+        return domain.choices[int(number)]
+    return int(number) if domain.scale == "int" else float(number)
 
 
 class SweepSearcher(Searcher):
-    """The searcher of a sweep, which hands out its missing trials to Ray Tune.
+    """The searcher that hands the trials without a result to Ray Tune.
 
-    It writes the result of each trial that ends.
+    It also writes the file ``result.json`` of each trial that ends.
 
     Args:
         storage: The directory of the sweep.
@@ -199,10 +215,10 @@ class SweepSearcher(Searcher):
             interrupted, and get no result.
 
     Attributes:
-        missing: The numbers of the trials without a result that have not been handed
-            out.
-        storage_error: Why a trial could not write, or None. No further trial is then
-            handed out.
+        missing: The numbers of the trials without a result that have not been started
+            yet.
+        storage_error: Why a trial could not write its files, or None. No further trial
+            is then started.
     """
 
     def __init__(
@@ -218,7 +234,9 @@ class SweepSearcher(Searcher):
         self._on_end, self._stopping = on_end, stopping
         own = options.search in ("random", "grid")
         self._asked = (
-            None if own else Asked(options.search, options.space, options.config.seed)
+            None
+            if own
+            else OtherSearcher(options.search, options.space, options.config.seed)
         )
         self._given = spaces.current(options.space, options.config)
         self._points = (
@@ -237,21 +255,25 @@ class SweepSearcher(Searcher):
     def set_search_properties(
         self, metric: Any, mode: Any, config: Any, **spec: Any
     ) -> bool:
-        """Accept the properties of the search without using them."""
+        """Accept the search properties that Ray Tune passes, without using them.
+
+        Returns:
+            True, which tells Ray Tune that they were accepted.
+        """
         return True
 
     def suggest(self, trial_id: str) -> dict[str, Any] | str | None:
-        """Return the next trial without a result.
+        """Return the next trial to start, as Ray Tune's configuration of it.
 
-        The values of a new trial are chosen and stored. A trial that was begun before
-        keeps its values.
+        The hyperparameter values of a new trial are chosen and written to its
+        ``trial.json``. A trial that was begun by an earlier command keeps its values.
 
         Args:
-            trial_id: Ray Tune's id for it.
+            trial_id: Ray Tune's id for the trial.
 
         Returns:
-            ``{"index": ...}``; None if no trial may start now; ``Searcher.FINISHED`` if
-            none is left.
+            ``{"index": number of the trial}``; None if no trial may start now;
+            ``Searcher.FINISHED`` if none is left.
         """
         if not self.missing:
             return Searcher.FINISHED
@@ -270,10 +292,13 @@ class SweepSearcher(Searcher):
         return {"index": index}
 
     def values_drawn(self) -> list[dict[str, Any]]:
-        """Return the values of missing trials that depend on no other trial's result.
+        """Return the values of the missing trials that are known before any trial runs.
 
-        They are all values of a random or grid search. With another searcher, they are
-        those of trial 0 and of trials that were begun before.
+        In a random or grid search these are all missing trials. With another searcher
+        they are trial 0 and the trials that an earlier command has begun.
+
+        Returns:
+            For each such trial its values by dotted key.
         """
         begun = [self._begun[i].overrides for i in self.missing if i in self._begun]
         new = [i for i in self.missing if i not in self._begun]
@@ -281,14 +306,17 @@ class SweepSearcher(Searcher):
         return begun + [values for values in drawn if isinstance(values, dict)]
 
     def _values(self, index: int) -> dict[str, Any] | str | None:
-        """Return the values of a new trial, by dotted key.
+        """Return the hyperparameter values of a new trial, by dotted key.
 
-        Trial 0 has the values of the given configuration. The others are drawn, or
-        taken from the grid, or chosen by the searcher of ``--search``, see
-        :meth:`Asked.values`.
+        Trial 0 has the values of the given configuration. The others are drawn at
+        random, taken from the grid, or chosen by the searcher of ``--search``.
 
         Args:
             index: The number of the trial.
+
+        Returns:
+            The values; None or ``Searcher.FINISHED`` if that searcher has none, see
+            :meth:`OtherSearcher.values`.
         """
         if index == 0:
             return self._given
@@ -300,11 +328,11 @@ class SweepSearcher(Searcher):
         )
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
-        """Tell the searcher of ``--search`` the score of an epoch.
+        """Pass the score of one epoch on to the searcher of ``--search``, if any.
 
         Args:
             trial_id: Ray Tune's id of the trial.
-            result: The result that Ray Tune has.
+            result: Ray Tune's result of the epoch, with ``score``.
         """
         if self._asked is not None and trial_id in self._running:
             self._asked.report(self._running[trial_id], result)
@@ -312,14 +340,14 @@ class SweepSearcher(Searcher):
     def on_trial_complete(
         self, trial_id: str, result: Any = None, error: bool = False
     ) -> None:
-        """Record how a trial ended.
+        """Record how a trial ended, when Ray Tune says so.
 
         ``result.json`` is written and the trial's checkpoints are deleted, unless the
-        trial was interrupted or could not write.
+        trial was interrupted or could not write its files.
 
         Args:
             trial_id: Ray Tune's id of the trial.
-            result: The last result, which is not used.
+            result: Ray Tune's last result, which is not used.
             error: Whether the trial ended with an error.
         """
         if trial_id not in self._running:
@@ -370,7 +398,7 @@ class SweepSearcher(Searcher):
 
 
 class Interruption(Stopper):
-    """Ends all trials as soon as the sweep is asked to stop.
+    """A stopper of Ray Tune that ends all trials once the user has asked to stop.
 
     Args:
         stopping: Returns whether the sweep was asked to stop.
@@ -380,15 +408,21 @@ class Interruption(Stopper):
         self._stopping = stopping
 
     def __call__(self, *trial: Any) -> bool:
-        """Return whether to end a trial, or the sweep."""
+        """Return whether to end a trial: whether the sweep was asked to stop.
+
+        Args:
+            *trial: Ray Tune's id and result of the trial, which are not used.
+        """
         return self._stopping()
 
     stop_all = __call__
     __getstate__ = SweepSearcher.__getstate__
 
 
-class Past:
-    """A trial of an earlier attempt, with the attribute that schedulers read.
+class EarlierTrial:
+    """A trial that an earlier command has run, as Ray Tune's schedulers take it.
+
+    It has only the attribute that they read.
 
     Args:
         index: The number of the trial.
@@ -401,14 +435,14 @@ class Past:
 def scheduler(
     options: SweepOptions, num_epochs: int, ended: Sequence[Trial]
 ) -> FIFOScheduler:
-    """Return the scheduler that stops trials early.
+    """Return Ray Tune's scheduler for the early stopping of a sweep.
 
     It is ASHA (Li et al., 2020), the median rule (Golovin et al., 2017), or one that
-    stops none. It is told the results of earlier trials.
+    stops no trial. It is told the results of trials that have ended already.
 
     Args:
-        options: The options of the sweep.
-        num_epochs: The number of epochs of a trial.
+        options: The options of the sweep, with the rule for early stopping.
+        num_epochs: The number of epochs of a trial that is not stopped.
         ended: The trials that have a result.
     """
     by: dict[str, Any] = {"time_attr": "epoch", "metric": "score", "mode": "max"}
@@ -427,7 +461,7 @@ def scheduler(
     else:  # no trial is paused, because it would report its epochs again
         found = MedianStoppingRule(**by, grace_period=grace, min_time_slice=math.inf)
     for trial in (trial for trial in ended if trial.status != FAILED and trial.epochs):
-        past: Any = Past(trial.index)
+        past: Any = EarlierTrial(trial.index)
         found.on_trial_add(None, past)
         for epoch in trial.epochs:
             found.on_trial_result(

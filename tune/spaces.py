@@ -1,6 +1,6 @@
-"""Search spaces as data: the keys that are searched, and the values of each.
+"""Define hyperparameter search spaces: which settings are searched, and their values.
 
-A user's own space is a YAML file with one entry for each key::
+A user's own space is a YAML file with one entry for each setting, by its dotted key::
 
     objective.epsilon: {scale: log, low: 0.02, high: 0.2, reason: "softer targets"}
     model.num_heads: {choices: [2, 4, 8]}
@@ -34,12 +34,15 @@ from uno.methods import load
 
 
 def frozen(value: Any) -> Any:
-    """Return a value with tuples in the place of lists, as domains hold choices."""
+    """Return a value with each list in it, also a nested one, replaced by a tuple.
+
+    :class:`Domain` holds its choices in this form, so that values can be compared.
+    """
     return tuple(map(frozen, value)) if isinstance(value, list | tuple) else value
 
 
 def _not_a_bool(value: Any) -> Any:
-    """Return a bound unchanged; a bool is refused with a ValueError."""
+    """Return a bound of a range unchanged; raise ValueError if it is a bool."""
     if isinstance(value, bool):
         raise ValueError(f"must be a number, not {str(value).lower()}")
     return value
@@ -50,15 +53,17 @@ Bound = Annotated[float | None, pydantic.BeforeValidator(_not_a_bool)]
 
 @dataclass(frozen=True, config=pydantic.ConfigDict(allow_inf_nan=False))
 class Domain:
-    """The values of one key: choices, or a range.
+    """The values that one searched setting may take: a list of choices, or a range.
 
     Attributes:
-        key: The dotted key.
-        low: The lower bound of a range.
-        high: The upper bound of a range, which is included.
-        scale: ``linear``, ``log`` or ``int``, for a range.
-        choices: The choices, in an order in which neighbors are alike.
-        reason: Why these values, for the reader.
+        key: The dotted key of the setting, such as ``objective.epsilon``.
+        low: The lower bound of a range; None with choices.
+        high: The upper bound of a range, which is included; None with choices.
+        scale: How a range is searched: ``linear``, ``log`` (uniformly in the
+            logarithm), or ``int`` (whole numbers only).
+        choices: The choices, in an order in which neighbors are alike; empty for a
+            range.
+        reason: Why these values are searched, a note for the reader of the space.
     """
 
     key: str
@@ -70,7 +75,12 @@ class Domain:
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> Domain:
-        """Check that there are either choices, or a range that the scale allows."""
+        """Check that the domain has either choices, or a range that its scale allows.
+
+        Raises:
+            ValueError: Both or neither are given, the bounds are in the wrong order, or
+                they do not fit the scale.
+        """
         bounds = [value for value in (self.low, self.high) if value is not None]
         if self.choices and bounds:
             raise ValueError("give either choices, or low and high")
@@ -91,9 +101,10 @@ class Domain:
 
     @property
     def ends(self) -> tuple[Any, ...]:
-        """The two bounds, or all choices.
+        """The two bounds of the range, or all choices.
 
-        Every value of the domain is valid if these are.
+        They are the values to validate: if a setting accepts these, it accepts every
+        value of the domain.
         """
         bounds = (value for value in (self.low, self.high) if value is not None)
         return self.choices or tuple(
@@ -101,14 +112,14 @@ class Domain:
         )
 
     def at(self, share: float) -> Any:
-        """Return a value by its position in the domain.
+        """Return the value at a relative position in the domain.
 
         Positions are equally spaced on the domain's scale. For example, ``at(0.5)`` is
         the middle choice, the arithmetic mean of the bounds, or on a log scale their
         geometric mean. Values of a range are rounded to 4 significant digits.
 
         Args:
-            share: The position, in [0, 1).
+            share: The position, in [0, 1). A random number gives a random value.
         """
         if self.choices:
             return self.choices[int(share * len(self.choices))]
@@ -120,10 +131,12 @@ class Domain:
         return float(f"{min(max(value, low), high):.4g}")
 
     def position(self, value: Any) -> float:
-        """Return the position of a value in the domain, from 0 to 1.
+        """Return the relative position of a value in the domain, from 0 to 1.
 
-        It is the inverse of :meth:`at`. A value outside has the position of the nearest
-        end, or 0 if it is not a number.
+        The first choice or the lower bound has 0, the last choice or the upper bound
+        has 1. Choices between are equally spaced, and numbers of a range are placed on
+        the domain's scale. A number outside has the position of the nearest end. A
+        value that is neither a choice nor a number has 0.
         """
         value, ends = frozen(value), self.ends
         if value in ends:
@@ -138,7 +151,7 @@ class Domain:
         )
 
     def describe(self) -> str:
-        """Return the domain as text: ``0.02 to 0.2 (log)`` or ``2, 4, 8``."""
+        """Return the domain as text for users: ``0.02 to 0.2 (log)`` or ``2, 4, 8``."""
         return (
             ", ".join(map(str, self.choices))
             or f"{self.low:g} to {self.high:g} ({self.scale})"
@@ -169,13 +182,16 @@ The domain of a key is declared in the schema, see
 
 
 def load_space(name: str, config: Config) -> Space:
-    """Return a named space, or the space in a YAML file.
+    """Return a search space by its name, or read it from a YAML file.
 
-    Keys of a named space that have no effect with this configuration are left out.
+    Settings of a named space that have no effect with this configuration are left out.
 
     Args:
         name: A name of ``SPACES``, or the path of a YAML file.
-        config: The configuration that is searched around.
+        config: The configuration whose settings are searched.
+
+    Returns:
+        One domain for each searched setting.
 
     Raises:
         ConfigError: The name is unknown, the space is empty, or it has a key or value
@@ -189,7 +205,7 @@ def load_space(name: str, config: Config) -> Space:
         }
     elif name.endswith((".yaml", ".yml")) or os.path.exists(name):
         entries = {
-            key: (f"{name}: {key}", entry) for key, entry in _from_file(name).items()
+            key: (f"{name}: {key}", entry) for key, entry in _read_entries(name).items()
         }
     else:
         raise ConfigError(
@@ -218,7 +234,7 @@ def load_space(name: str, config: Config) -> Space:
         # A value between the ends shows that a field of whole numbers needs scale int.
         values = (*domain.ends, domain.at(0.37))
         changed = [override(config, {key: value}) for value in values]
-        if config.model.finetune == "none" and _other_features(key, config, changed):
+        if config.model.finetune == "none" and _changes_features(key, config, changed):
             if name in SPACES:
                 continue
             why = "features are computed once for all trials, and would change"
@@ -230,9 +246,14 @@ def load_space(name: str, config: Config) -> Space:
 
 
 def _has_effect(key: str, config: Config) -> bool:
-    """Return whether a key of a named space has an effect with a configuration.
+    """Return whether changing a setting changes the training of a configuration.
 
-    Some presets switch an operation off.
+    The number of heads has no effect for a method without projection heads, and
+    parameters of crops and colors have none if the preset does not use them.
+
+    Args:
+        key: The dotted key of a setting in a named space.
+        config: The configuration.
     """
     if key in ("model.num_heads", "model.overcluster_factor"):
         return load(config.method).has_projection_heads
@@ -241,15 +262,16 @@ def _has_effect(key: str, config: Config) -> bool:
     return not (key.startswith("augment.large.") and config.augment.weak)
 
 
-def _other_features(key: str, config: Config, changed: list[Config]) -> bool:
-    """Return whether the values of a key change the features of a frozen encoder.
+def _changes_features(key: str, config: Config, changed: list[Config]) -> bool:
+    """Return whether values of a setting would change the features of a frozen encoder.
 
-    A key that unfreezes the encoder or changes it counts as well.
+    All trials share these features, so such a setting cannot be searched. A setting
+    that changes or unfreezes the encoder counts as well.
 
     Args:
-        key: The dotted key.
-        config: The configuration that is searched around.
-        changed: The configuration with each of the values.
+        key: The dotted key of the setting.
+        config: The configuration that the user gave.
+        changed: The configuration with each value of the setting in turn.
     """
     # imported here: a plain command line needs no torch
     from uno.data.features import settings
@@ -259,14 +281,18 @@ def _other_features(key: str, config: Config, changed: list[Config]) -> bool:
     return any(settings(one) != settings(config) for one in changed)
 
 
-def _from_file(path: str) -> dict[str, dict[str, Any]]:
-    """Read the entries of a YAML file of a space, by key.
+def _read_entries(path: str) -> dict[str, dict[str, Any]]:
+    """Read a search space from a YAML file, without checking the values.
 
     :func:`~uno.config.load_yaml` flattens ``key: {low: 1}`` to ``key.low: 1``, which is
     undone here.
 
+    Returns:
+        For each dotted key the fields of its :class:`Domain`, such as ``low`` and
+        ``high``.
+
     Raises:
-        ConfigError: An entry has another form.
+        ConfigError: An entry has a field that a domain does not have.
     """
     entries: dict[str, dict[str, Any]] = {}
     for name, value in load_yaml(path).items():
@@ -280,14 +306,17 @@ def _from_file(path: str) -> dict[str, dict[str, Any]]:
 
 
 def draw(space: Space, seed: int, index: int) -> dict[str, Any]:
-    """Draw the values of a random trial, by dotted key.
+    """Draw a random value for each searched setting, for one trial of a random search.
 
     The result depends on the arguments only.
 
     Args:
-        space: The space.
-        seed: The seed of the sweep.
+        space: The search space.
+        seed: The seed of the search.
         index: The number of the trial.
+
+    Returns:
+        The values by dotted key.
     """
     shares = np.random.default_rng([seed, index]).random(len(space)).tolist()
     return {
@@ -297,13 +326,16 @@ def draw(space: Space, seed: int, index: int) -> dict[str, Any]:
 
 
 def grid(space: Space, given: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return all combinations of the values of a space, except one.
-
-    The value of the last key changes fastest.
+    """Return all combinations of values in a search space, without the one given.
 
     Args:
-        space: The space.
-        given: The combination to leave out.
+        space: The search space.
+        given: The values by dotted key that trial 0 has, and that are therefore left
+            out.
+
+    Returns:
+        The combinations, each with its values by dotted key. The value of the last key
+        changes fastest.
 
     Raises:
         ConfigError: A key has infinitely many values, or there are more than 10,000
@@ -330,16 +362,27 @@ def grid(space: Space, given: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def current(space: Space, config: Config) -> dict[str, Any]:
-    """Return the values that a configuration has for the searched keys.
+    """Return the values that a configuration has for the searched settings.
 
-    They are trial 0 of every sweep.
+    These are the values of trial 0 of every hyperparameter search.
+
+    Args:
+        space: The search space.
+        config: The configuration.
+
+    Returns:
+        The values by dotted key, with tuples in the place of lists.
     """
     flat = flatten(to_dict(config))
     return {domain.key: frozen(flat[domain.key]) for domain in space}
 
 
 def to_tree(space: Space) -> dict[str, dict[str, Any]]:
-    """Return a space as plain data for YAML and JSON, by key."""
+    """Return a search space as plain data for YAML and JSON.
+
+    Returns:
+        For each dotted key the fields of its :class:`Domain` that are set.
+    """
     trees = (
         pydantic.TypeAdapter(Domain).dump_python(domain, mode="json")
         for domain in space
@@ -351,5 +394,9 @@ def to_tree(space: Space) -> dict[str, dict[str, Any]]:
 
 
 def from_tree(tree: Mapping[str, Mapping[str, Any]]) -> Space:
-    """Return the space that :func:`to_tree` turned into plain data."""
+    """Return the search space that :func:`to_tree` has turned into plain data.
+
+    Args:
+        tree: For each dotted key the fields of its :class:`Domain`.
+    """
     return tuple(Domain(key, **entry) for key, entry in tree.items())

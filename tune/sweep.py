@@ -1,6 +1,7 @@
-"""The command ``uno tune``: its options; :mod:`tune.driver` does the work.
+"""Declare the command ``uno tune``, a hyperparameter search (a sweep), and its options.
 
-The two are apart so that ``--help`` does not import PyTorch or Ray.
+:mod:`tune.driver` does the work. The two are apart so that ``--help`` does not import
+PyTorch or Ray.
 """
 
 from collections.abc import Sequence
@@ -69,7 +70,11 @@ configuration unchanged. The same command again continues a sweep that was stopp
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run or continue a sweep, and return the exit code."""
+    """Run, continue or report on the sweep of a command line; return the exit code.
+
+    Args:
+        argv: The arguments after ``uno tune``.
+    """
     options = parse(argv, TUNE)
     from tune import driver
 

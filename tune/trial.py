@@ -1,9 +1,10 @@
-"""Run one trial: train all folds with all seeds together, one epoch after the other.
+"""Train and score one trial of a hyperparameter search (a sweep), epoch by epoch.
 
-An epoch more means a larger ``train.max_steps``. Each call of ``run_phase`` resumes
-exactly from the checkpoint of the call before. All folds therefore reach an epoch
-together, early stopping compares what is comparable, a trial that was ended resumes
-where it was, and only one model is in memory.
+A trial solves several folds, discovery problems that hide some of the known classes,
+with one or more seeds each. All of these trainings reach an epoch together, so early
+stopping compares what is comparable, a trial that was ended resumes where it was, and
+only one model is in memory. One more epoch means a larger ``train.max_steps``: each
+call of ``run_phase`` resumes exactly from the checkpoint of the call before.
 """
 
 import contextlib
@@ -40,22 +41,26 @@ Report = Callable[[dict[str, Any]], None]
 
 
 class SweepOptions(NamedTuple):
-    """The options of a sweep.
+    """The options of a sweep, from the command line of ``uno tune``.
 
     Attributes:
-        config: The configuration that is searched around.
+        config: The configuration whose settings are searched. Trial 0 is this
+            configuration.
         overrides: The values that the user set, by dotted key.
         space: The search space.
-        space_name: The name or the file of the space.
+        space_name: The name of the space, or the path of its file.
         trials: The number of trials.
-        search: ``random``, ``grid``, ``optuna`` or ``package.module:factory``.
-        score: ``folds``, ``loss``, ``agreement`` or ``oracle``.
+        search: How values are chosen: ``random``, ``grid``, ``optuna``, or
+            ``package.module:factory`` for another searcher of Ray Tune.
+        score: The name of the score, see :data:`tune.SCORES`: ``folds``, ``loss``,
+            ``agreement`` or ``oracle``.
         folds: The number of folds of each trial.
-        hide: The number of classes that a fold hides; None for the default.
-        seeds: The number of runs of each configuration.
+        hide: The number of known classes that a fold hides; None for the default, see
+            :func:`tune.score.hidden_classes`.
+        seeds: The number of seeds with which each configuration is trained.
         concurrent: The largest number of trials at a time; None for no limit.
-        asha: ``grace_epochs`` and ``reduction`` of ASHA, or None.
-        median: ``grace_epochs`` of the median rule, or None.
+        asha: ``grace_epochs`` and ``reduction`` of ASHA; None without ASHA.
+        median: ``grace_epochs`` of the median rule; None without that rule.
     """
 
     config: Config
@@ -74,14 +79,14 @@ class SweepOptions(NamedTuple):
 
 
 class Sweep(NamedTuple):
-    """What the driver tells every trial.
+    """The facts about a sweep that the driver passes to every trial.
 
     Attributes:
         options: The options of the sweep.
         num_epochs: The number of epochs of a trial.
-        output: The directory of the sweep.
-        token: The token of its lock, with which trials write.
-        resources: The resources of each training process.
+        output: The directory of the sweep, a path or URI.
+        token: The token of its lock, with which trials may write.
+        resources: The resources of each training process (``CPU``, ``GPU``).
         data: The reference to the :class:`~tune.score.SweepData` in Ray's object store.
     """
 
@@ -102,17 +107,17 @@ def run_trial(
     storage: ClaimedStorage,
     report: Report,
 ) -> None:
-    """Train and score a trial. All ranks call this.
+    """Train and score the epochs that a trial still lacks. All ranks call this.
 
     Args:
-        trial: The trial, with the epochs that it has trained before.
+        trial: The trial, with the results of the epochs that it has trained before.
         options: The options of the sweep.
-        folds: The problems to solve.
-        num_epochs: The number of epochs to train in all.
+        folds: The discovery problems that the trial solves.
+        num_epochs: The number of epochs to train in all, earlier ones included.
         worker: The process that trains.
         storage: The directory of the sweep.
-        report: Is called on every rank with the results of each epoch, earlier ones
-            first.
+        report: Is called on every rank with the results of each epoch by name, those of
+            earlier epochs first.
 
     Raises:
         NumericsError: The score or the loss is not finite.
@@ -155,7 +160,7 @@ def run_trial(
                 override(config, last), DISCOVER, fold.train, worker, part
             )
             parts.append(measure(config, fold, state, options.score, worker))
-        line = {"epoch": epoch, **_means(parts, len(folds)), **seconds()}
+        line = {"epoch": epoch, **_mean_results(parts, len(folds)), **seconds()}
         for name in ("score", "loss"):
             if not math.isfinite(line[name]):
                 raise NumericsError(
@@ -169,18 +174,18 @@ def run_trial(
         report(line)
 
 
-def _means(parts: list[dict[str, float]], num_folds: int) -> dict[str, Any]:
-    """Return the mean results of one epoch over folds and seeds.
+def _mean_results(parts: list[dict[str, float]], num_folds: int) -> dict[str, Any]:
+    """Return the results of one epoch, as means over all folds and seeds.
 
     Args:
-        parts: The results of :func:`~tune.score.measure`, for each seed those of all
-            folds.
+        parts: The results of :func:`~tune.score.measure` for each seed and fold: first
+            all folds of the first seed.
         num_folds: The number of folds.
 
     Returns:
-        The mean of each result; ``scores``, all scores; ``rows``, the sum over folds;
-        and with several seeds ``spread``, the standard deviation over seeds of the mean
-        of folds.
+        The mean of each result by its name; ``scores``, the list of all scores;
+        ``rows``, the number of scored rows of all folds; and with several seeds
+        ``spread``, the standard deviation over seeds of the mean score of the folds.
     """
     scores = [part["score"] for part in parts]
     line: dict[str, Any] = {
@@ -200,7 +205,7 @@ def _means(parts: list[dict[str, float]], num_folds: int) -> dict[str, Any]:
 
 
 def _clock(worker: Worker) -> Callable[[], dict[str, float]]:
-    """Return a function that tells the seconds since its last call.
+    """Return a stopwatch: a function that returns the seconds since its last call.
 
     It returns ``seconds`` of wall time, and ``cpu_seconds`` and ``gpu_seconds`` of all
     workers. These assume that the other workers are as busy as this one.
@@ -208,6 +213,7 @@ def _clock(worker: Worker) -> Callable[[], dict[str, float]]:
     last = time.perf_counter(), time.process_time()
 
     def seconds() -> dict[str, float]:
+        """Return the wall, CPU and GPU seconds since the last call, by name."""
         nonlocal last
         before, last = last, (time.perf_counter(), time.process_time())
         wall, cpu = last[0] - before[0], (last[1] - before[1]) * worker.world_size
@@ -222,58 +228,70 @@ def _clock(worker: Worker) -> Callable[[], dict[str, float]]:
 
 
 def pretrain_key(config: Config, fold: Fold | FoldRows) -> str:
-    """Return a key of the pretraining of a trial on a fold.
+    """Return a name that identifies the pretraining of a configuration on a fold.
 
     It is equal for trials that can share the pretraining: those with equal settings of
     pretraining and equal hidden classes.
 
     Args:
         config: The configuration of the trial.
-        fold: The problem.
+        fold: The discovery problem, with its hidden classes.
     """
     hidden = hashlib.sha256(json.dumps(fold.hidden).encode()).hexdigest()[:6]
     return f"{run.hash_pretraining(config)}-{hidden}"
 
 
 def shared_name(key: str) -> str:
-    """Return the path of a shared pretraining below the directory of the sweep.
+    """Return the path of a shared pretraining, relative to the directory of the sweep.
 
     Args:
-        key: The key of :func:`pretrain_key`.
+        key: The name of the pretraining, from :func:`pretrain_key`.
     """
     return f"pretrain/{key}"
 
 
 def pretrained_directory(
-    config: Config, fold: Fold, worker: Worker, storage: ClaimedStorage, own: str
+    config: Config,
+    fold: Fold,
+    worker: Worker,
+    storage: ClaimedStorage,
+    trial_folder: str,
 ) -> str:
-    """Return the directory of the pretraining of a trial. All ranks call this.
+    """Return the directory of the pretraining that a trial starts from.
 
-    If no pretraining is shared for the settings of the trial, it is trained in a
-    directory of the trial. This happens if a searcher has drawn these settings.
+    If no finished pretraining is shared for the trial's settings, the trial pretrains
+    in its own folder before this returns. That is so if a searcher such as Optuna has
+    chosen the settings. All ranks call this.
 
     Args:
         config: The configuration of the trial.
-        fold: The problem.
+        fold: The discovery problem, with its training rows.
         worker: The process that trains.
         storage: The directory of the sweep.
-        own: The path of the trial below that of the sweep.
+        trial_folder: The path of the trial's folder in the directory of the sweep.
+
+    Returns:
+        The path or URI of the directory.
     """
     key = pretrain_key(config, fold)
     shared = PartStorage(storage, shared_name(key))
     if shared.exists(DONE):
         return shared.uri
-    return pretrain(config, fold, worker, PartStorage(storage, f"{own}/pretrain-{key}"))
+    return pretrain(
+        config, fold, worker, PartStorage(storage, f"{trial_folder}/pretrain-{key}")
+    )
 
 
 def pretrain(config: Config, fold: Fold, worker: Worker, folder: Storage) -> str:
-    """Pretrain on a fold, or resume, and return the directory. All ranks call this.
+    """Pretrain on the labeled rows of a fold, or resume, and return the directory.
+
+    All ranks call this.
 
     Args:
         config: The configuration of a trial.
-        fold: The problem.
+        fold: The discovery problem, with its training rows.
         worker: The process that trains.
-        folder: The directory of the pretraining.
+        folder: The directory of the pretraining, for checkpoints.
     """
     seconds = _clock(worker)
     if worker.rank == 0:
@@ -285,12 +303,12 @@ def pretrain(config: Config, fold: Fold, worker: Worker, folder: Storage) -> str
 
 
 class Pretraining(NamedTuple):
-    """A pretraining that trials share.
+    """A pretraining that several trials share.
 
     Attributes:
-        key: The key of :func:`pretrain_key`.
+        key: The name that identifies it, from :func:`pretrain_key`.
         config: The configuration of the first trial that needs it.
-        fold: The number of the fold.
+        fold: The number of the fold whose labeled rows it trains on.
     """
 
     key: str
@@ -298,19 +316,24 @@ class Pretraining(NamedTuple):
     fold: int
 
 
-def shared_pretrainings(
+def missing_pretrainings(
     options: SweepOptions,
     folds: Sequence[FoldRows],
     trials: Iterable[Mapping[str, Any]],
     storage: Storage,
 ) -> list[Pretraining]:
-    """Return the pretrainings that trials share and that are not done yet.
+    """Return the pretrainings that trials need and that are not done yet.
+
+    Trials with the same settings of pretraining use the same one.
 
     Args:
         options: The options of the sweep.
-        folds: The problems of each trial.
+        folds: The discovery problems that each trial solves.
         trials: The searched values of the trials that will run, by dotted key.
         storage: The directory of the sweep.
+
+    Returns:
+        Each pretraining once. The list is empty if the user gave weights.
     """
     found: dict[str, Pretraining] = {}
     if options.config.model.weights is not None:
@@ -332,12 +355,13 @@ def shared_pretrainings(
 
 
 def run_pretraining(sweep: Sweep, job: Pretraining) -> None:
-    """Train a shared pretraining, in a task of Ray.
+    """Train a pretraining that trials share, as a task of Ray.
 
-    An error is left to the trials: they find no pretraining, and try themselves.
+    An error is ignored here. Trials that do not find the pretraining do it themselves,
+    and report their own error.
 
     Args:
-        sweep: What the driver tells every trial.
+        sweep: The facts about the sweep.
         job: The pretraining.
     """
     with contextlib.suppress(Exception):
@@ -355,11 +379,11 @@ def run_pretraining(sweep: Sweep, job: Pretraining) -> None:
 def _pretrain_shared(
     job: Pretraining, sweep: Sweep, worker: Worker, storage: ClaimedStorage
 ) -> None:
-    """Train a shared pretraining on this process.
+    """Train a pretraining that trials share, on this process.
 
     Args:
         job: The pretraining.
-        sweep: What the driver tells every trial.
+        sweep: The facts about the sweep.
         worker: The process that trains.
         storage: The directory of the sweep.
     """
@@ -370,13 +394,14 @@ def _pretrain_shared(
 
 
 def train_trial(sample: dict[str, Any], sweep: Sweep) -> None:
-    """Run a trial, as Ray Tune's trainable.
+    """Train and score a trial: the trainable function that Ray Tune calls.
 
-    A failure is written to the trial's directory, and the driver records it.
+    A failure is written to the trial's ``failure.json``, which the driver reads.
 
     Args:
-        sample: ``{"index": ...}``, the number of the trial.
-        sweep: What the driver tells every trial.
+        sample: Ray Tune's configuration of the trial: ``{"index": number of the
+            trial}``.
+        sweep: The facts about the sweep.
     """
     import ray.tune
 
@@ -398,10 +423,10 @@ def train_trial(sample: dict[str, Any], sweep: Sweep) -> None:
 
 
 def check_starts(storage: ClaimedStorage, index: int) -> None:
-    """Record that a trial starts, and refuse to start it again and again.
+    """Record that a trial starts, and refuse a start if it has died too often.
 
-    Ray Tune starts a trial again whose process died. Starts of earlier commands do not
-    count.
+    Ray Tune starts a trial again whose process died. Starts by an earlier command do
+    not count.
 
     Args:
         storage: The directory of the sweep.
@@ -422,15 +447,15 @@ def check_starts(storage: ClaimedStorage, index: int) -> None:
 
 
 def _local_worker(sweep: Sweep) -> LocalWorker:
-    """Return this process as the one that trains, on the device of the sweep."""
+    """Return this process as the one that trains, on a GPU if the sweep has GPUs."""
     return LocalWorker(torch.device("cuda" if "GPU" in sweep.resources else "cpu"))
 
 
 def note_failure(storage: ClaimedStorage, index: int, error: Exception) -> None:
-    """Write ``failure.json`` of a trial.
+    """Write an error of a trial to its file ``failure.json``.
 
-    It has the ``kind`` of the error, a one-line ``reason``, and for an error of another
-    program the ``traceback``.
+    The file has the ``kind`` of the error (its class), a one-line ``reason``, and for
+    an error that is no UnoError also the ``traceback``.
 
     Args:
         storage: The directory of the sweep.
@@ -451,14 +476,14 @@ def note_failure(storage: ClaimedStorage, index: int, error: Exception) -> None:
 def _run_shared(
     index: int, sweep: Sweep, worker: Worker, storage: ClaimedStorage, report: Report
 ) -> None:
-    """Run a trial on this process with the data that the driver shares.
+    """Train and score a trial on this process, with the data in Ray's object store.
 
     Args:
         index: The number of the trial.
-        sweep: What the driver tells every trial.
+        sweep: The facts about the sweep.
         worker: The process that trains.
         storage: The directory of the sweep.
-        report: Ray's function to report results, that of Tune or of Train.
+        report: Ray's function to report results: that of Tune, or of Train.
     """
     trial = read_trial(storage, index)
     assert trial is not None
@@ -474,12 +499,12 @@ def _run_shared(
 
 
 def _read_folds(sweep: Sweep, folder: Storage) -> list[Fold]:
-    """Return the problems with the data that the driver shares.
+    """Return the discovery problems of a trial, with the data in Ray's object store.
 
-    The number of threads of torch becomes that of a training process.
+    This also sets the number of threads of torch to that of a training process.
 
     Args:
-        sweep: What the driver tells every trial.
+        sweep: The facts about the sweep.
         folder: The directory in which unreadable images are listed.
     """
     import ray
@@ -502,13 +527,12 @@ def _fit(
 ) -> None:
     """Run a trial or a pretraining on a group of workers of Ray Train.
 
-    This process only waits, and needs almost no CPU. If workers die, Ray Train starts a
-    new group, which resumes from the newest checkpoint.
+    This process only waits for the end, and needs almost no CPU. If workers die, Ray
+    Train starts a new group, which resumes from the newest checkpoint.
 
     Args:
-        sweep: What the driver tells every trial.
-        work: ``{"index": ...}``, the number of the trial, or ``{"job": ...}``, the
-            pretraining.
+        sweep: The facts about the sweep.
+        work: ``{"index": number of the trial}``, or ``{"job": the Pretraining}``.
         name: The name of the run for Ray.
         progress: Returns a number that grows with every checkpoint.
         callbacks: Callbacks of Ray Train.
@@ -532,28 +556,31 @@ def trained_epochs(output: str, index: int) -> int:
     """Return how many epochs of a trial are trained and scored.
 
     Args:
-        output: The directory of the sweep.
+        output: The directory of the sweep, a path or URI.
         index: The number of the trial.
     """
     return len(read_epochs(Storage(output), index))
 
 
 class _TrialWorker(train.RayWorker):
-    """A rank of a trial, which reports scores only."""
+    """A rank of a trial on Ray Train, which reports no training losses to Ray."""
 
     def report(self, metrics: dict[str, Any]) -> None:
-        """Report nothing, because losses are only written to the trial's files."""
+        """Ignore a line of training metrics; the trial reports its scores itself."""
 
     def should_stop(self, step: int) -> bool:
-        """Return False, because Ray Tune ends the workers of a stopped trial."""
+        """Return False, because Ray Tune itself ends the workers of a stopped trial."""
         return False
 
 
 def _train_loop(loop: dict[str, Any]) -> None:
-    """Run a trial or a pretraining: Ray Train's ``train_loop_per_worker``.
+    """Run a trial or a pretraining, on every worker of Ray Train.
+
+    This is Ray Train's ``train_loop_per_worker``.
 
     Args:
-        loop: ``sweep``, a :class:`Sweep`, and the work of :func:`_fit`.
+        loop: ``sweep``, a :class:`Sweep`; and either ``index``, the number of the
+            trial, or ``job``, the :class:`Pretraining`.
     """
     import ray.train
 

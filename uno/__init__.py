@@ -35,6 +35,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    """Import a name of ``__all__`` when it is used first (PEP 562).
+
+    So ``import uno`` alone imports neither torch nor scikit-learn.
+
+    Raises:
+        AttributeError: The module has no attribute ``name``.
+    """
     if name == "NovelClassDiscovery":  # needs no run directory and nothing of runs
         from uno.estimator import NovelClassDiscovery
 

@@ -79,11 +79,11 @@ def augment(
     rows: slice | Tensor | None = None,
     num_rows: int | None = None,
 ) -> list[Tensor]:
-    """Return all normalized views of a batch: the large ones, then the small ones.
+    """Return random normalized views of a batch: the large ones, then the small ones.
 
     Args:
         images: uint8 (B,3,S,S), on any device, B > 0.
-        config: The kinds of views.
+        config: The settings of the large and the small views.
         generator: A generator on the CPU. It advances by the numbers of the whole
             batch, so its state afterwards does not depend on ``rows``.
         mean: The mean of each of the 3 channels, on the scale 0-1.
@@ -126,16 +126,17 @@ def augment_crops(
     num_rows: int,
     side: int,
 ) -> list[Tensor]:
-    """Return the views of crops that :mod:`uno.crops` made on the CPU.
+    """Turn crops that :mod:`uno.crops` cut on the CPU into normalized views.
 
     This does everything that :func:`augment` does after the crop.
 
     Args:
-        crops: uint8 (B,V,3,size,size) for each of :func:`kinds`. They must have been
-            cut with the same numbers, that is with a generator in the state of
-            ``generator``.
-        config: The kinds of views.
-        generator: A generator on the CPU, as for :func:`augment`.
+        crops: One uint8 tensor (B,V,3,size,size) for each kind of views that
+            :func:`kinds` returns. The crops must have been cut with the same random
+            numbers, that is with a generator in the state of ``generator``.
+        config: The settings of the large and the small views.
+        generator: A generator on the CPU. It advances by the numbers of the whole
+            batch.
         mean: The mean of each of the 3 channels, on the scale 0-1.
         std: The standard deviation of each channel, on the same scale.
         rows: int64 (B,), the positions of the images in the whole batch.
@@ -164,9 +165,10 @@ def augment_crops(
 
 
 def kinds(config: AugmentConfig) -> list[ViewConfig]:
-    """Return the kinds of views with at least one view, the large kind first.
+    """Return the settings of the large and of the small views, in this order.
 
-    With ``config.weak`` the operations on colors and blur have probability 0.
+    A kind without views is left out. With ``config.weak`` the operations on colors and
+    blur have probability 0.
     """
     off = (
         dict.fromkeys(("jitter", "grayscale", "solarize", "equalize", "blur"), 0.0)
@@ -200,7 +202,7 @@ def normalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Te
 def eval_view(
     images: Tensor, size: int, mean: Sequence[float], std: Sequence[float]
 ) -> Tensor:
-    """Return the normalized center crop of images, which evaluation uses.
+    """Cut the center of images and normalize it: the view that evaluation uses.
 
     Args:
         images: uint8 (B,3,S,S).
@@ -228,14 +230,14 @@ def eval_view(
 def sample_uniforms(
     num_rows: int, num_views: int, generator: torch.Generator
 ) -> Tensor:
-    """Draw the random numbers for V views of each of N rows.
+    """Draw the random numbers that decide V views of each of N images.
 
     A view takes 42 numbers whatever its configuration is, so that switching an
     operation on or off does not change the other parameters.
 
     Args:
-        num_rows: N.
-        num_views: V.
+        num_rows: The number of images N.
+        num_views: The number of views V of each image.
         generator: A generator on the CPU.
 
     Returns:
@@ -246,10 +248,10 @@ def sample_uniforms(
 
 
 def to_params(config: ViewConfig, numbers: Tensor, side: int) -> AugmentParams:
-    """Turn uniform random numbers into the parameters of views.
+    """Turn uniform random numbers into the augmentation parameters of views.
 
     Args:
-        config: One kind of views.
+        config: The settings of one kind of views, large or small.
         numbers: float64 (N,V,42) in 0-1, from :func:`sample_uniforms`.
         side: The side of the stored square images in pixels.
 
@@ -263,9 +265,11 @@ def to_params(config: ViewConfig, numbers: Tensor, side: int) -> AugmentParams:
     column = iter(numbers[:, BOX_NUMBERS:].unbind(1))
 
     def coin(probability: float) -> Tensor:
+        """Return a mask (N * V,) that is true with a probability."""
         return next(column) < probability
 
     def uniform(low: float, high: float) -> Tensor:
+        """Return numbers (N * V,), uniform from ``low`` to ``high``."""
         return (low + (high - low) * next(column)).float()
 
     c = config
@@ -308,7 +312,7 @@ def _draw_box(c: ViewConfig, side: int, numbers: Tensor) -> Tensor:
     """Return crop boxes, float32 (N,4): top, left, height, width in pixels.
 
     Args:
-        c: One kind of views.
+        c: The settings of one kind of views, large or small.
         side: The side of the stored square images in pixels.
         numbers: float64 (N,23) in 0-1: ten areas and ten aspect ratios to try for a
             random-resized crop, one choice between the two sorts of crop, top, left.
@@ -343,7 +347,7 @@ def _draw_box(c: ViewConfig, side: int, numbers: Tensor) -> Tensor:
 def resized_boxes(
     scale: tuple[float, float], numbers: np.ndarray, height: int, width: int
 ) -> np.ndarray:
-    """Return the boxes of torchvision's ``RandomResizedCrop``.
+    """Choose the boxes of random-resized crops as torchvision's ``RandomResizedCrop``.
 
     Args:
         scale: The smallest and largest share of the image's area that a crop covers.
@@ -388,13 +392,13 @@ def resized_boxes(
 
 
 def apply(images: Tensor, draws: AugmentParams, config: ViewConfig) -> Tensor:
-    """Return the views that given parameters describe, without normalization.
+    """Make views of images by given augmentation parameters, without normalization.
 
     Args:
         images: uint8 (B,3,S,S), B > 0.
         draws: The parameters of N views, where N is a multiple of B. Rows b*N/B to
             (b+1)*N/B - 1 are the views of image b.
-        config: The kind of these views.
+        config: The settings of these views.
 
     Returns:
         float32 (N,3,size,size) in 0-1.
@@ -420,12 +424,12 @@ def apply(images: Tensor, draws: AugmentParams, config: ViewConfig) -> Tensor:
 
 
 def _finish_(views: Tensor, draws: AugmentParams, config: ViewConfig) -> None:
-    """Apply all operations that follow crop and flip, in place.
+    """Apply all operations that follow crop and flip, from affine to blur, in place.
 
     Args:
         views: float32 (N,3,size,size) in 0-1, which is changed.
         draws: The parameters of the N views.
-        config: The kind of these views.
+        config: The settings of these views.
     """
     _on_rows(views, draws.affine, affine, draws.pose)
     if len(rows := draws.jitter.nonzero()[:, 0]):
@@ -445,13 +449,13 @@ def _on_rows(
     operation: Callable[..., Tensor],
     *parameters: Tensor,
 ) -> None:
-    """Replace the images that a mask selects by the result of an operation, in place.
+    """Apply an operation to the images that a mask selects, in place.
 
     Nothing is computed for the other images.
 
     Args:
-        images: (N,3,H,W), on any device.
-        chosen: bool (N,), on the host.
+        images: (N,3,H,W), on any device. The selected images are overwritten.
+        chosen: The mask, bool (N,), on the host.
         operation: Takes the R selected images and their parameters, and returns R
             images.
         *parameters: Tensors on the host with N rows. The operation gets the selected
@@ -471,7 +475,7 @@ def _crop(images: Tensor, draws: AugmentParams, config: ViewConfig) -> Tensor:
     Args:
         images: uint8 (B,3,S,S).
         draws: The parameters of N views, where N is a multiple of B.
-        config: The kind of these views.
+        config: The settings of these views.
 
     Returns:
         float32 (N,3,size,size) in 0-1.
@@ -500,7 +504,7 @@ def crop_weights(
     the image have weight zero.
 
     Args:
-        start: (...), the first pixel of each box. It may lie outside the image.
+        start: (...), the first pixel of each crop's box. It may lie outside the image.
         length: (...), the length of each box in pixels.
         reverse: bool (...), whether to mirror the crop.
         size: The number of target pixels.
@@ -526,10 +530,11 @@ def crop_weights(
 
 
 def resample(images: Tensor, down: Tensor, across: Tensor) -> Tensor:
-    """Compute ``down[n] @ image @ across[n].T`` for each channel.
+    """Resample images by two matrix products, ``down[n] @ image @ across[n].T``.
 
-    If the caller allows TF32 on CUDA, its three roundings by 2**-11 move a value by
-    less than half of one of 255 levels.
+    Each channel is resampled from S x S to T x T pixels by interpolation weights. If
+    the caller allows TF32 on CUDA, its three roundings by 2**-11 move a value by less
+    than half of one of 255 levels.
 
     Args:
         images: (B,3,S,S) of any numeric type.
@@ -561,6 +566,9 @@ def affine(images: Tensor, pose: Tensor) -> Tensor:
         images: float32 (B,3,S,S).
         pose: (B,5): clockwise angle and shear in degrees, shift in x and in y as a
             share of the side, zoom factor.
+
+    Returns:
+        float32 (B,3,S,S).
     """
     angle, shear, shift_x, shift_y, zoom = pose.unbind(1)
     angle, shear = torch.deg2rad(angle), torch.deg2rad(shear)
@@ -585,7 +593,9 @@ def affine(images: Tensor, pose: Tensor) -> Tensor:
 
 
 def blur(images: Tensor, sigma: Tensor, radius: int) -> Tensor:
-    """Apply a Gaussian blur with 2 * ``radius`` + 1 taps, and torchvision's border.
+    """Apply a Gaussian blur with 2 * ``radius`` + 1 taps to images.
+
+    Pixels are reflected at the border, as in torchvision.
 
     Views use ``radius = ceil(4 * largest sigma)``, but at most S - 1. That gives 17
     taps for the recipes' range of 0.1-2.0, and 6e-5 of the weight lie beyond. More taps
@@ -595,6 +605,9 @@ def blur(images: Tensor, sigma: Tensor, radius: int) -> Tensor:
         images: float32 (B,3,S,S).
         sigma: (B,), the standard deviation in pixels.
         radius: The largest distance in pixels with a weight, less than S.
+
+    Returns:
+        float32 (B,3,S,S).
     """
     side = images.shape[-1]
     target = torch.arange(side, device=images.device).unsqueeze(1)
@@ -628,7 +641,8 @@ def grayscale(images: Tensor) -> Tensor:
 def blend_(images: Tensor, factor: Tensor, operation: Tensor) -> Tensor:
     """Change brightness, contrast or saturation of each image, in place.
 
-    The result is ``factor * image + (1 - factor) * reference``, limited to 0-1.
+    The result is ``factor * image + (1 - factor) * reference``, limited to 0-1. Each
+    image has its own operation.
 
     Args:
         images: float32 (B,3,H,W) in 0-1.
@@ -717,6 +731,7 @@ def jitter_(images: Tensor, rows: Tensor, factors: Tensor, order: Tensor) -> Ten
     work = images.index_select(0, chosen)
 
     def blend(parts: list[slice]) -> None:
+        """Apply blend k of each image to the rows ``parts[k]`` of ``work``."""
         for k, part in enumerate(parts):
             if has_blend and work[part].shape[0]:
                 blend_(work[part], strength[k, part], blends[k, part])
@@ -733,14 +748,17 @@ def solarize(images: Tensor, threshold: Tensor) -> Tensor:
 
     Args:
         images: float32 (B,3,H,W) in 0-1.
-        threshold: (B,), in 0-1.
+        threshold: (B,), in 0-1, one for each image.
+
+    Returns:
+        float32 (B,3,H,W).
     """
     bright = (images >= threshold.view(-1, 1, 1, 1)).to(images.dtype)
     return bright.sub_(images).abs_()  # |1 - x| where bright, |0 - x| elsewhere
 
 
 def equalize(images: Tensor) -> Tensor:
-    """Equalize the histogram of each channel over 256 levels, as PIL does.
+    """Equalize the histogram of each channel of images over 256 levels, as PIL does.
 
     The images are rounded to these levels, and the arithmetic is PIL's, in integers. A
     level becomes the number of darker pixels divided by ``step`` and rounded. ``step``

@@ -26,7 +26,8 @@ EAGER_STEPS = 3
 Record = Callable[[Callable[[], Any]], Callable[[], Any]]
 """Record the kernels that a function launches, without computing them.
 
-Returns a function that launches the same kernels again.
+The recorder takes the function, and returns another function that launches the same
+kernels again.
 """
 
 
@@ -34,6 +35,9 @@ def record_cuda_graph(function: Callable[[], Any]) -> Callable[[], Any]:
     """Record the kernels that ``function`` launches as a CUDA graph.
 
     The kernels are not computed during the recording.
+
+    Args:
+        function: Launches kernels on the GPU. It is called once.
 
     Returns:
         A function that launches the recorded kernels again.
@@ -77,11 +81,11 @@ class CapturedStep:
     """
 
     def __init__(self, step: Step, record: Record = record_cuda_graph) -> None:
-        """Prepare to record a step.
+        """Prepare to record a training step.
 
         Args:
-            step: The step to record, see :class:`CapturedStep`.
-            record: Records the launches of a function, see :data:`Record`.
+            step: The training step to record, see :class:`CapturedStep`.
+            record: Records the kernels that a function launches, see :data:`Record`.
         """
         self.step = step
         self._record = record
@@ -92,7 +96,20 @@ class CapturedStep:
     def __call__(
         self, state: TrainState, batch: Batch, config: Config, lr: float
     ) -> Tensor:
-        """Train on one batch, see :func:`uno.steps.take_step`. The state is updated."""
+        """Take one training step on a batch, by replaying the recorded kernels.
+
+        The first calls run the step as it is, and the next call records it. A batch
+        with other shapes than the recorded one also runs the step as it is.
+
+        Args:
+            state: The state of training: model, optimizer and counters. It is updated.
+            batch: The batch to train on.
+            config: The configuration of the run.
+            lr: The learning rate of this step.
+
+        Returns:
+            The loss, float32 (1,), detached.
+        """
         if self._extra is not state.extra:
             self._recording, self._num_eager = None, 0
             self._extra = state.extra
@@ -121,7 +138,7 @@ class CapturedStep:
         """Record one training step that reads its batch and learning rate from tensors.
 
         Args:
-            state: The state of training. Its step number stays as it is.
+            state: The state of training. Its step number is not changed.
             batch: A batch of the right shapes. The recording reads a copy of it.
             config: The configuration of the run.
 
@@ -140,7 +157,7 @@ class CapturedStep:
         number = state.step
 
         def run() -> None:
-            """Take one step and store its loss."""
+            """Take one training step, and store its loss in ``loss``."""
             loss.copy_(self.step(state, kept, config, lr))
 
         replay = self._record(run)
@@ -151,17 +168,18 @@ class CapturedStep:
 def check_cuda_graph(
     config: Config, can_be_recorded: bool, device: torch.device, num_workers: int
 ) -> None:
-    """Check that ``compute.cuda_graph`` goes with a run.
+    """Check that a run can use the option ``compute.cuda_graph``.
 
     Args:
         config: The configuration of the run.
-        can_be_recorded: Whether every step launches the same kernels, see
+        can_be_recorded: Whether every training step launches the same kernels, see
             :meth:`uno.methods.Method.can_be_recorded`.
-        device: The device of the worker.
-        num_workers: The number of workers.
+        device: The device on which the worker trains.
+        num_workers: The number of processes that train together.
 
     Raises:
-        ConfigError: There is no GPU, there are several workers, or the steps differ.
+        ConfigError: The device is not a GPU, there are several workers, or the kernels
+            differ from step to step.
     """
     if not can_be_recorded:
         raise ConfigError(
@@ -182,10 +200,10 @@ def _tensors_of(batch: Batch) -> list[Tensor]:
 
 
 def _in_separate_stream(device: torch.device, function: Callable[[], Tensor]) -> Tensor:
-    """Call ``function`` in a separate CUDA stream that the current one waits for.
+    """Return the result of ``function``, computed in a separate CUDA stream.
 
-    PyTorch requires this for steps before a recording. On another device the function
-    is just called.
+    The current stream waits for it. PyTorch requires this for the training steps before
+    a CUDA graph is recorded. On another device than a GPU the function is just called.
     """
     if device.type != "cuda":
         return function()

@@ -1,4 +1,4 @@
-"""The schema of a run: all settings, with their types, defaults and limits.
+"""The schema of the configuration: all settings of a run, with defaults and limits.
 
 YAML files, the command line, Tune samples and checkpoints use these fields. Every class
 is frozen. Unknown keys, NaN, infinities and values out of range are refused, and the
@@ -76,12 +76,16 @@ class FieldTraits(NamedTuple):
 
 
 def field(default: Any, sentence: str = "", **more: Any) -> Any:
-    """Declare a field of the schema.
+    """Declare a field of the configuration, as pydantic's ``Field`` does.
 
     Args:
-        default: The default.
-        sentence: The sentence for the help.
-        **more: Members of :class:`FieldTraits`, and limits as pydantic names them.
+        default: The default value.
+        sentence: The sentence that explains the field on the command line.
+        **more: Members of :class:`FieldTraits`, such as ``flag`` and ``scope``, and
+            limits of the value as pydantic names them, such as ``ge=0``.
+
+    Returns:
+        The value to assign to the field in a :class:`Section`.
     """
     about = {name: more.pop(name) for name in FieldTraits._fields if name in more}
     return Field(default, description=sentence, json_schema_extra=about, **more)
@@ -170,6 +174,11 @@ class DataConfig(Section):
         " eval_label, embedding: path=file,label=kind.",
         commands="predict report",
     )
+    labels: str | None = field(
+        None,
+        "File with labels that people have given, in place of those of the source: a"
+        " table with id and label, or an export of Label Studio, FiftyOne or CVAT.",
+    )
     image_folder: str | None = field(
         None,
         "Folder that the image paths of a table are relative to; default: the table's"
@@ -242,7 +251,16 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> DataConfig:
-        """Check the values together, and the names in ``columns``."""
+        """Check the fields of the section ``data`` together, after each by itself.
+
+        Returns:
+            The section itself, as pydantic requires.
+
+        Raises:
+            ValueError: ``labeled`` or ``unlabeled`` is given without the other, a
+                standard deviation is not positive, ``columns`` has an unknown or
+                repeated name, or ``image_suffix`` has no dot.
+        """
         if (self.labeled is None) != (self.unlabeled is None):
             raise ValueError("labeled and unlabeled must be given together")
         if min(self.std) <= 0:
@@ -266,10 +284,11 @@ class DataConfig(Section):
 
     @property
     def named_columns(self) -> dict[str, str]:
-        """The user's name of each column that is renamed, by this program's name.
+        """The user's names of a table's columns, by the names that this program uses.
 
-        The user may write ``path`` for ``image``. For example ``path=file,label=kind``
-        gives ``{"image": "file", "label": "kind"}``.
+        They are read from the field ``columns``, where ``path`` means ``image``. For
+        example ``path=file,label=kind`` gives ``{"image": "file", "label": "kind"}``.
+        Columns that are not renamed are left out.
         """
         return {
             "image" if ours == "path" else ours: theirs
@@ -278,7 +297,11 @@ class DataConfig(Section):
 
     @property
     def _column_pairs(self) -> list[tuple[str, str]]:
-        """The pairs (this program's name, the user's name) in ``columns``."""
+        """The pairs (this program's name, user's name) of a table's renamed columns.
+
+        They are in the order of the field ``columns``, such as
+        ``path=file,label=kind``, and not checked.
+        """
         pairs = (
             pair.partition("=")
             for pair in (self.columns or "").split(",")
@@ -358,7 +381,15 @@ class ViewConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> ViewConfig:
-        """Check that ranges are ordered and positive."""
+        """Check the ranges of a view: crop area, zoom and standard deviation of blur.
+
+        Returns:
+            The section itself, as pydantic requires.
+
+        Raises:
+            ValueError: The lower end of a range is not positive or exceeds the upper
+                end, or a crop is larger than the image.
+        """
         for name in ("crop_scale", "affine_scale", "blur_sigma"):
             low, high = getattr(self, name)
             if not 0 < low <= high:
@@ -402,7 +433,15 @@ class AugmentConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> AugmentConfig:
-        """Check the numbers of views."""
+        """Check the numbers of views of an image.
+
+        Returns:
+            The section itself, as pydantic requires.
+
+        Raises:
+            ValueError: There are fewer than two large views, or fewer cached views than
+                large ones (0 cached views are allowed).
+        """
         if self.large.num_views < 2:
             raise ValueError(
                 "large.num_views must be at least 2: swapped prediction needs two views"
@@ -497,7 +536,13 @@ class ModelConfig(Section):
     @field_validator("encoder")
     @classmethod
     def _check_encoder(cls, name: str) -> str:
-        """Check the form of the encoder's name. Nothing is imported."""
+        """Check the form of the encoder's name, and return it. Nothing is imported.
+
+        Raises:
+            ValueError: The name is none of this package's encoders, and is not of the
+                form ``torchvision:NAME``, ``timm:NAME``, ``timm:hf-hub:ORG/NAME``,
+                ``package.module:NAME`` or ``vectors:D``.
+        """
         if name not in OWN_ENCODERS and not re.fullmatch(
             rf"{LIBRARY_ENCODER}|{VECTORS}(:\d{{1,6}})?", name
         ):
@@ -510,7 +555,7 @@ class ModelConfig(Section):
 
     @property
     def takes_vectors(self) -> bool:
-        """Whether rows are vectors, so that there is nothing to encode."""
+        """Whether the data are vectors instead of images, so that no encoder runs."""
         return self.encoder.partition(":")[0] == VECTORS
 
 
@@ -699,7 +744,15 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
-        """Check the names of loggers and the form of ``profile``."""
+        """Check the names of loggers in ``report_to``, and the form of ``profile``.
+
+        Returns:
+            The section itself, as pydantic requires.
+
+        Raises:
+            ValueError: A name is unknown, or ``profile`` is not ``START:END`` with
+                START < END.
+        """
         if unknown := [name for name in self.loggers if name not in REPORTERS]:
             raise ValueError(
                 f"report_to takes {', '.join(REPORTERS)}, not {unknown[0]!r}"
@@ -714,7 +767,7 @@ class TrainConfig(Section):
 
     @property
     def loggers(self) -> tuple[str, ...]:
-        """The names in ``report_to``, each once."""
+        """The names of the loggers in the field ``report_to``, each once."""
         return tuple(
             dict.fromkeys(
                 name.strip() for name in self.report_to.split(",") if name.strip()
@@ -723,7 +776,11 @@ class TrainConfig(Section):
 
     @property
     def profiled(self) -> range:
-        """The numbers of the steps that are profiled: those in ``profile``, or none."""
+        """The numbers of the training steps to profile.
+
+        If the field ``profile`` is ``START:END``, they are START to END - 1. If it is
+        not set, there are none.
+        """
         return range(*map(int, self.profile.split(":"))) if self.profile else range(0)
 
 
@@ -807,7 +864,13 @@ class ComputeConfig(Section):
     @field_validator("gpus_per_worker")
     @classmethod
     def _check_whole_gpus(cls, value: float) -> float:
-        """Refuse a number such as 1.5, which no node can ever give."""
+        """Check that a number of GPUs is at most 1 or a whole number, and return it.
+
+        Ray cannot reserve 1.5 GPUs on any node.
+
+        Raises:
+            ValueError: It is neither.
+        """
         if value > 1 and value % 1:
             raise ValueError("must be a fraction of one GPU, or a whole number")
         return value
@@ -871,20 +934,35 @@ class Config(Section):
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the configuration as plain values.
 
-        A process that unpickles it then imports the method before it builds its
-        section.
+        A process that unpickles them validates them again. So it imports the discovery
+        method before it builds the method's section of the configuration.
         """
         return Config.model_validate, (to_dict(self),)
 
     @property
     def method_options(self) -> Any:
-        """The method's constants, an instance of its ``METHOD.constants``, or None."""
+        """The section of the discovery method; None if it has no constants of its own.
+
+        It is an instance of the class in ``METHOD.constants``.
+        """
         return next(iter((self.model_extra or {}).values()), None)
 
     @model_validator(mode="before")
     @classmethod
     def _with_method_section(cls, values: Any) -> Any:
-        """Validate the section of the method, and refuse unknown keys."""
+        """Validate the section of the discovery method, before all other fields.
+
+        Args:
+            values: The mapping of keys to values, from which a configuration is made.
+
+        Returns:
+            The mapping, with the section as an instance of its class. Anything but a
+            dict is returned as it is.
+
+        Raises:
+            ValueError: A top-level key is unknown, a value of the section is refused,
+                or the name of the section is taken.
+        """
         if not isinstance(values, dict):
             return values
         sections = section(str(values.get("method", DEFAULT)))
@@ -906,7 +984,14 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Config:
-        """Check the sections against each other and against the method."""
+        """Check the sections against each other and against the discovery method.
+
+        Returns:
+            The configuration itself, as pydantic requires.
+
+        Raises:
+            ValueError: Two settings do not go together. The message names them.
+        """
         if self.pretext.epochs:
             load_pretext(self.pretext.task)
         if (
@@ -954,7 +1039,11 @@ Only methods with UNO's projection heads have these terms.
 
 
 def why_not_gcd(config: Config) -> str | None:
-    """Return why a configuration does not go with the GCD setting; None if it does."""
+    """Return why a run cannot use generalized category discovery (GCD), None if it can.
+
+    In the GCD setting unlabeled images may belong to known classes, too. The reason is
+    an error message that names the setting or the method in the way.
+    """
     if not load(config.method).supports_gcd:
         return f"data.setting gcd does not go with method {config.method}"
     if not config.objective.concat:
@@ -979,11 +1068,14 @@ def clusters_features(config: Config) -> bool:
 
 
 def field_traits(key: str) -> FieldTraits:
-    """Return what the schema says about a field or a section.
+    """Return the traits that the schema declares for a field or a section.
+
+    They say, for example, which phase the field changes and its short form on the
+    command line, see :class:`FieldTraits`.
 
     Args:
-        key: The dotted key. The first part may be the section of a method. An unknown
-            key has the traits of the section above it.
+        key: The dotted key, such as ``objective.epsilon``. The first part may be the
+            section of a method. An unknown key has the traits of the section above it.
     """
     first, *rest = key.split(".")
     if first in Config.model_fields:
@@ -1005,9 +1097,10 @@ def field_traits(key: str) -> FieldTraits:
 
 
 def require_code(tree: Mapping[str, Any], foreign: str | None) -> None:
-    """Import the method of a stored configuration, if it is code of the user's own.
+    """Import the discovery method that a stored configuration names, if it is code.
 
-    This must be called before the stored values become a :class:`Config`.
+    The name ``package.module:METHOD`` means code outside this package. This must be
+    called before the stored values become a :class:`Config`, which needs the method.
 
     Args:
         tree: The stored configuration. Its method may be ``package.module:METHOD``.
@@ -1027,19 +1120,26 @@ def require_code(tree: Mapping[str, Any], foreign: str | None) -> None:
 
 
 def may_change_on_resume(key: str) -> bool:
-    """Return whether a key may change when a run resumes.
+    """Return whether the value of a setting may change when a run resumes.
 
-    Such a key does not change what is learned.
+    Such a setting decides how a run is logged or where it executes, and does not change
+    what is learned.
+
+    Args:
+        key: The dotted key of the setting, such as ``train.log_every``.
     """
     return field_traits(key).scope in ("run", "place")
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Turn nested mappings into a flat one, such as ``{"objective.epsilon": 0.05}``.
+    """Turn nested mappings into one mapping with dotted keys.
+
+    For example ``{"objective": {"epsilon": 0.05}}`` becomes ``{"objective.epsilon":
+    0.05}``.
 
     Args:
         tree: Nested mappings. A key may be dotted already.
-        prefix: The text before each key of the result.
+        prefix: A text to put before each key of the result.
     """
     flat: dict[str, Any] = {}
     for key, value in tree.items():
@@ -1052,7 +1152,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """Return the configuration as nested dicts that fit YAML and JSON.
+    """Return a configuration as nested dicts of values that YAML and JSON can hold.
 
     Tuples become lists.
     """
@@ -1060,7 +1160,14 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 
 def fields_of(*methods: str) -> dict[str, FieldInfo]:
-    """Return the fields of the schema, and the sections of the given methods, by name.
+    """Return the top-level fields of the configuration, by name.
+
+    Args:
+        *methods: Names of discovery methods, whose sections are added.
+
+    Returns:
+        pydantic's description of each field, such as ``seed``, and of each section,
+        such as ``data``.
 
     Raises:
         ConfigError: There is no such method.
@@ -1073,7 +1180,11 @@ def fields_of(*methods: str) -> dict[str, FieldInfo]:
 
 @cache
 def field_names(method: str = DEFAULT) -> tuple[str, ...]:
-    """Return the dotted names of all fields of a run with ``method``, in order."""
+    """Return the dotted names of all fields of a configuration, in schema order.
+
+    Args:
+        method: The discovery method, whose own fields are included.
+    """
     return tuple(flatten(to_dict(Config(method=method))))
 
 
@@ -1086,6 +1197,9 @@ def override(config: Config, overrides: Mapping[str, Any]) -> Config:
         config: The configuration, which stays as it is.
         overrides: New values by dotted key, such as ``{"objective.epsilon": 0.1}``, or
             nested.
+
+    Returns:
+        The new configuration.
 
     Raises:
         ConfigError: A key is unknown, or a value is refused.
@@ -1120,21 +1234,30 @@ def override(config: Config, overrides: Mapping[str, Any]) -> Config:
 
 
 def _unknown_key(key: str, method: str) -> str:
-    """Return the error for an unknown dotted key, with a hint at a similar one."""
+    """Return the error message for a key of the configuration that does not exist.
+
+    The message names the method that the key belongs to, or a similar key, if any.
+
+    Args:
+        key: The dotted key that the user wrote.
+        method: The discovery method of the run.
+    """
     if (owner := key.partition(".")[0]) in METHODS and key in field_names(owner):
         return f"{key} belongs to method {owner}, not to {method}"
     return f"unknown key {key[:100]!r}{did_you_mean(key, field_names(method))}"
 
 
 def describe(error: ValidationError, name: str = "") -> str:
-    """Return one line for the first problem that pydantic found.
+    """Return the first problem that pydantic found, as one line for the user.
 
     Args:
-        error: The error.
-        name: The key of what was validated, which comes first; "" for a configuration.
+        error: The error that pydantic raised.
+        name: The key of the section that was validated, which is put before the keys in
+            the error; "" if a whole configuration was validated.
 
     Returns:
-        For example ``objective.epsilon: ... (got -1)``.
+        The dotted key, the problem and the value, such as ``objective.epsilon: Input
+        should be greater than or equal to 0.0001 (got -1)``.
     """
     first = error.errors()[0]
     loc = [
@@ -1157,11 +1280,18 @@ AUTO_KEYS = ("data.loading", "data.setting")
 
 
 def differing_keys(old: Mapping[str, Any], new: Config) -> list[str]:
-    """Return the dotted keys that keep a run from resuming with another configuration.
+    """Return the settings that keep a run from resuming with another configuration.
+
+    They are the dotted keys whose values differ, except for settings that may change
+    when a run resumes (:func:`may_change_on_resume`).
 
     Args:
-        old: The stored configuration of the run. A key that it lacks has its default.
+        old: The stored configuration of the run, nested or with dotted keys. A key that
+            it lacks has its default.
         new: The configuration to resume with.
+
+    Returns:
+        The keys in alphabetical order; empty if the run can resume.
     """
     stored = flatten(to_dict(Config(method=new.method))) | flatten(old)
     wanted = flatten(to_dict(new))
@@ -1176,7 +1306,10 @@ def differing_keys(old: Mapping[str, Any], new: Config) -> list[str]:
 
 
 def config_hash(config: Config) -> str:
-    """Return a hash, 12 hex digits, of all settings that change what is learned."""
+    """Return a hash, 12 hex digits, of all settings that change what is learned.
+
+    Settings for logging and for the place of execution do not change it.
+    """
     return hashlib.sha256(
         json.dumps(training_settings(config), sort_keys=True).encode()
     ).hexdigest()[:12]
@@ -1198,13 +1331,13 @@ LONG_NUMBER = re.compile(r"[-+0-9_:.]{100,}")
 
 
 def load_yaml(path: str | Path) -> dict[str, Any]:
-    """Read overrides from a YAML file.
+    """Read settings from a YAML file.
 
     Args:
         path: A path or URI. The file holds nested mappings, dotted keys, or both.
 
     Returns:
-        Values by dotted key.
+        Values by dotted key, such as ``{"objective.epsilon": 0.05}``.
 
     Raises:
         ConfigError: The file cannot be read, or is not such a file.
@@ -1227,11 +1360,12 @@ def parse_yaml(data: bytes, where: str) -> Mapping[str, Any]:
     kB of ``[`` take 35 s, and a number in base 60 with 300,000 digits takes 50 s.
 
     Args:
-        data: The content.
-        where: The name of the file, for the error.
+        data: The bytes of the file, UTF-8.
+        where: The name of the file, for the error message.
 
     Returns:
-        The mapping; {} if there are only comments.
+        The mapping that the file holds, as it is nested there; {} if there are only
+        comments.
 
     Raises:
         ConfigError: The content is no such mapping, or exceeds a limit.

@@ -1,4 +1,4 @@
-"""The number of CPU cores that this process may use."""
+"""Count the CPU cores that this process may use."""
 
 
 def available_cpus() -> int:

@@ -36,18 +36,19 @@ from uno.data.sampling import augment_generator
 
 @dataclass(frozen=True)
 class Cropper:
-    """The description of the crops of one phase.
+    """Cuts the random crops of one training phase from encoded images.
 
     It is plain data, so that it can be sent to the processes that read images.
 
     Attributes:
         seed: The seed of the random numbers.
-        stream: The phase, one of the streams of :mod:`uno.data.sampling`.
-        num_rows: B of the global batch.
-        augment: The kinds of views.
-        side: The side in pixels of the stored square. All crops but ``resized`` are
-            taken from that square, as they are for images in memory. ``resized`` crops
-            are taken from the whole image.
+        stream: The number of the phase's random stream, a constant of
+            :mod:`uno.data.sampling`.
+        num_rows: The number of images B in the global batch.
+        augment: The settings of the large and the small views.
+        side: The side in pixels of the stored square, which is the center of an image,
+            resized. All crops but ``resized`` are taken from that square, as they are
+            for images in memory. ``resized`` crops are taken from the whole image.
         how: How crops are resized and scaled to 8 bits.
     """
 
@@ -60,22 +61,27 @@ class Cropper:
 
     @cached_property
     def kinds(self) -> list[ViewConfig]:
-        """The kinds of views, large ones first."""
+        """The settings of the large and of the small views, in this order.
+
+        Small views are left out if there are none.
+        """
         return kinds(self.augment)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of all views of one image."""
+        """The number of bytes of all views of one image, as uint8 pixels."""
         return sum(3 * kind.num_views * kind.size**2 for kind in self.kinds)
 
     def split(self, pixels: Tensor) -> list[Tensor]:
-        """Split rows of pixels into crops, without a copy.
+        """Split the pixels of each image into its views, without a copy.
 
         Args:
-            pixels: uint8 (B, row_bytes).
+            pixels: uint8 (B, ``row_bytes``): for each image the bytes of all its views,
+                one after the other.
 
         Returns:
-            For each kind of views a tensor (B,V,3,size,size).
+            A tensor (B,V,3,size,size) for the large views, and one for the small views
+            if there are any.
         """
         shapes = [(kind.num_views, 3, kind.size, kind.size) for kind in self.kinds]
         parts = pixels.split([math.prod(shape) for shape in shapes], dim=1)
@@ -93,16 +99,18 @@ class Cropper:
         """Cut the views of n images, each of which is read once.
 
         Args:
-            steps: int64 (n,), the training step of each image.
-            positions: int64 (n,), the place of each image in the global batch.
+            steps: int64 (n,), the number of the training step that uses each image.
+            positions: int64 (n,), the position of each image in the global batch of
+                that step.
             images: The n encoded images.
             squares: uint8 (n, 3, side, side), which takes the centered square of each
                 image, resized as :func:`uno.data.decode.decode` does; black for an
                 image that cannot be decoded. None if no square is wanted.
 
         Returns:
-            The views, uint8 (n, row_bytes), and for each image the reason why it has
-            none, or None. The views are black if there is a reason.
+            Two values. The first are the pixels of all views of each image, uint8 (n,
+            ``row_bytes``), which :meth:`split` divides. The second has for each image
+            None, or the reason why it cannot be decoded. Its views are black then.
         """
         pixels = torch.zeros(len(images), self.row_bytes, dtype=torch.uint8)
         views = [
@@ -128,17 +136,18 @@ class Cropper:
         return pixels.numpy(), reasons
 
     def _planned(self, step: int, positions: np.ndarray) -> list[np.ndarray]:
-        """Draw where to crop n images of one step.
+        """Draw where to crop n images of one training step.
 
         Args:
-            step: The training step.
-            positions: int64 (n,), the place of each image in the global batch.
+            step: The number of the training step.
+            positions: int64 (n,), the position of each image in the global batch.
 
         Returns:
-            For each kind of views an array. For ``resized`` crops it holds the random
-            numbers (n,V,23) that :func:`uno.augment.resized_boxes` takes. For other
-            crops it holds boxes (n,V,4) in pixels of the stored square: top, left,
-            height, width.
+            One array for the large views, and one for the small views if there are any.
+            For ``resized`` crops it holds the random numbers (n,V,23) that
+            :func:`uno.augment.resized_boxes` takes, because their boxes depend on the
+            size of the image. For other crops it holds boxes (n,V,4) in pixels of the
+            centered, resized square of the image: top, left, height, width.
         """
         generator, chosen = (
             augment_generator(self.seed, self.stream, step),
@@ -161,13 +170,16 @@ class Cropper:
         out: list[tuple[Tensor, ...]],
         square_out: np.ndarray | None,
     ) -> None:
-        """Decode one image and write its views.
+        """Decode one image, and write its views into given tensors.
 
         Args:
             image: The encoded image.
-            planned: For each kind of views the row of this image in :meth:`_planned`.
-            out: For each kind its views, uint8 (3, size, size), which are written.
-            square_out: uint8 (3, side, side), which takes the stored square, or None.
+            planned: For each kind of views (large, small) the row of this image in the
+                result of :meth:`_planned`.
+            out: For each kind its V views, uint8 (3, size, size), which are
+                overwritten.
+            square_out: uint8 (3, side, side), into which the center of the image is
+                written, resized; None if that is not wanted.
 
         Raises:
             BadImage: The image cannot be decoded.
@@ -186,15 +198,16 @@ class Cropper:
                 crop_(view, source, box, self.how.interpolation)
 
     def _decode(self, image: Image, with_square: bool) -> tuple[Any, Any]:
-        """Return the pixels that views are cut from, with None for what no view needs.
+        """Decode an image into the two sizes that its views are cut from.
 
         Args:
             image: The encoded image.
             with_square: Whether the square is needed even if no view is cut from it.
 
         Returns:
-            The stored square, uint8 (3, side, side), and the whole image, uint8 (H, W,
-            3 or 4).
+            The center of the image, resized to the stored square, uint8 (3, side,
+            side); and the whole image, uint8 (H, W, 3 or 4). One of them is None if it
+            is not needed.
 
         Raises:
             BadImage: The image cannot be decoded.
@@ -209,9 +222,10 @@ class Cropper:
 
     @cached_property
     def _draft_side(self) -> int:
-        """The smallest side in pixels to which a decoder may reduce an image.
+        """The side in pixels down to which a JPEG decoder may reduce a whole image.
 
-        At this side the smallest ``resized`` crop still has as many pixels as its view.
+        Decoding at a reduced size is faster. At this side the smallest ``resized`` crop
+        still has as many pixels as its view.
         """
         resized = (kind for kind in self.kinds if kind.crop == "resized")
         return max(

@@ -1,4 +1,4 @@
-"""The ranks that train together: process group, collectives, DDP, and when to stop.
+"""Distributed training of several ranks: process group, collectives, DDP and stopping.
 
 Outside a process group every collective returns its input, or computes locally.
 """
@@ -36,15 +36,15 @@ in_group = dist.is_initialized if dist.is_available() else bool  # bool() is Fal
 
 
 def rank_and_world() -> tuple[int, int]:
-    """Return the rank and the world size; (0, 1) outside a process group."""
+    """Return this process's rank, and the number of ranks; (0, 1) without a group."""
     return (dist.get_rank(), dist.get_world_size()) if in_group() else (0, 1)
 
 
 def rendezvous_store() -> Any:
-    """Return the store through which the ranks of a launcher such as torchrun meet.
+    """Return the ``torch.distributed`` store of the ranks that torchrun has started.
 
-    The launcher's environment variables (``MASTER_ADDR``, ``RANK`` and others) say
-    where it is.
+    The ranks exchange their addresses through it. The environment variables of the
+    launcher (``MASTER_ADDR``, ``RANK`` and others) say where it is.
     """
     from torch.distributed.rendezvous import rendezvous
 
@@ -104,13 +104,16 @@ def is_lost_rank(error: RuntimeError) -> bool:
 
 
 def gather_rows(tensor: Tensor, dim: int) -> Tensor:
-    """Concatenate the workers' tensors along a dimension, in rank order.
+    """Concatenate the tensors of all workers along a dimension, in rank order.
 
     It takes one collective. The tensors must have equal shapes. There is no gradient.
 
     Args:
         tensor: This worker's tensor.
         dim: The dimension along which to concatenate.
+
+    Returns:
+        The tensor of all workers, the same on every worker.
     """
     if not in_group():
         return tensor
@@ -123,23 +126,30 @@ def gather_rows(tensor: Tensor, dim: int) -> Tensor:
 
 
 def gather_rows_with_grad(tensor: Tensor, dim: int) -> Tensor:
-    """Concatenate the workers' tensors as :func:`gather_rows`, with gradient.
+    """Concatenate the tensors of all workers along a dimension, with gradient.
 
     The backward pass adds up the gradients that all workers' losses have for a row. If
     each worker's loss is a mean over pairs (own row, any row), and gradients are
     averaged over workers, the result is the gradient of the mean over all pairs.
 
     Args:
-        tensor: This worker's tensor.
+        tensor: This worker's tensor, which has the same shape on every worker.
         dim: The dimension along which to concatenate.
+
+    Returns:
+        The tensor of all workers in rank order, the same on every worker.
     """
     return _GatherRows.apply(tensor, dim) if in_group() else tensor
 
 
 def mean_with_grad(tensor: Tensor) -> Tensor:
-    """Return the mean of the workers' tensors.
+    """Return the mean of the workers' tensors, element by element, with gradient.
 
-    Its gradient is that of :func:`gather_rows_with_grad`.
+    The backward pass adds up the gradients that all workers' losses have for this
+    worker's tensor, see :func:`gather_rows_with_grad`.
+
+    Args:
+        tensor: This worker's tensor, which has the same shape on every worker.
     """
     return (
         gather_rows_with_grad(tensor.unsqueeze(0), 0).mean(dim=0)
@@ -159,16 +169,24 @@ class _GatherRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Return the sum of all workers' gradients for this worker's rows."""
+        """Return the gradient for this worker's tensor, and None for ``dim``.
+
+        Args:
+            ctx: The context of autograd, with ``dim``.
+            grad: This worker's gradient for the concatenated tensor. The gradients of
+                all workers are added up.
+        """
         return local_shard(all_reduce_sum_(grad.contiguous()), ctx.dim), None
 
 
 def local_shard(tensor: Tensor, dim: int) -> Tensor:
-    """Return this worker's part of a tensor that :func:`gather_rows` concatenated.
+    """Return this worker's part of a tensor with the rows of all workers.
+
+    It undoes :func:`gather_rows`.
 
     Args:
-        tensor: The tensor with the rows of all workers.
-        dim: The dimension along which it was concatenated.
+        tensor: The tensor with the rows of all workers, in rank order.
+        dim: The dimension of the rows. Every worker has equally many.
     """
     return (
         tensor.chunk(rank_and_world()[1], dim=dim)[rank_and_world()[0]]
@@ -212,7 +230,7 @@ def broadcast_from_rank0(tensor: Tensor) -> Tensor:
 
 
 class RankTask(NamedTuple):
-    """A computation that one rank does, and whose result all ranks need.
+    """A computation that one rank does, and that all ranks need the result of.
 
     It may take longer than a collective waits.
 
@@ -243,6 +261,7 @@ def run_tasks(tasks: Sequence[RankTask], device: torch.device) -> list[Tensor]:
     results = [torch.zeros(size, dtype=torch.int64) for size in sizes]
 
     def work() -> None:
+        """Compute the tasks of this rank, and store their results."""
         for number in range(rank, len(tasks), world_size):
             results[number] = tasks[number].run()
 
@@ -260,8 +279,8 @@ def compute_on_rank0(
     """Compute tensors on rank 0, and return them on every rank.
 
     Args:
-        function: What rank 0 calls, in a thread. It may take longer than a collective
-            waits, and it calls no collective.
+        function: Returns the tensors by name. Only rank 0 calls it, in a thread. It may
+            take longer than a collective waits, and must not call a collective.
         device: The device of this rank, on which ranks exchange tensors.
 
     Returns:
@@ -273,6 +292,7 @@ def compute_on_rank0(
     data = b""
 
     def work() -> None:
+        """Compute the tensors, and store them as bytes in ``data``."""
         nonlocal data
         layout = torch.contiguous_format
         data = safetensors.torch.save(
@@ -293,6 +313,10 @@ def _work_together(work: Callable[[], None], device: torch.device) -> None:
     The function runs in a thread. Meanwhile the ranks vote every half second whether
     all have finished, so that none waits in a collective for longer than its timeout.
     An error of the function is raised after the last vote.
+
+    Args:
+        work: The function of this rank. It must not call a collective.
+        device: The device of this rank, on which ranks exchange tensors.
     """
     with ThreadPoolExecutor(
         1, "uno-jobs", torch.set_num_threads, (torch.get_num_threads(),)
@@ -331,10 +355,11 @@ class GroupWorker:
     _next_stop_check = 0.0  # time.monotonic()
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Return the module to call in training: DDP if there are several ranks.
+        """Return the module to call in training: ``model`` itself, or its DDP wrapper.
 
-        On GPUs, batch normalization then uses the statistics of the whole batch. The
-        CPU has no kernels for that.
+        With several ranks DDP averages gradients over them. On GPUs, batch
+        normalization then uses the statistics of the batch of all ranks. The CPU has no
+        kernels for that.
         """
         if self.world_size == 1:
             return model
@@ -355,14 +380,20 @@ class GroupWorker:
         return ddp(model, device_ids=devices, gradient_as_bucket_view=True, **options)
 
     def asked_to_stop(self) -> bool:
-        """Return whether the user has asked to stop. Only rank 0 calls this."""
+        """Return whether somebody has asked this training to stop; for a subclass.
+
+        Only rank 0 calls this.
+        """
         raise NotImplementedError
 
     def should_stop(self, step: int) -> bool:
-        """Return whether to stop before a step, with the same answer on all ranks.
+        """Return whether training should stop now, with the same answer on all ranks.
 
         The ranks vote before every step on the CPU, and before every tenth step on a
         GPU, because a vote waits for the GPU.
+
+        Args:
+            step: The number of steps that are done.
         """
         if self.device.type != "cpu" and step % GPU_VOTE_STEPS:
             return False
@@ -370,9 +401,9 @@ class GroupWorker:
         return bool(all_reduce_sum_(vote).item())
 
     def _is_stop_requested(self) -> bool:
-        """Return whether rank 0 has found a request to stop.
+        """Return whether this rank has found a request to stop the training.
 
-        Rank 0 checks this every two seconds. Other ranks return False.
+        Only rank 0 looks for a request, every two seconds. Other ranks return False.
         """
         if self.rank > 0 or time.monotonic() < self._next_stop_check:
             return False

@@ -45,16 +45,23 @@ class Interrupted(UnoError):
 
 
 def one_line(error: object) -> str:
-    """Return the text of a library's error on one line, at most 300 characters."""
+    """Return the text of an error on one line, cut off after 300 characters.
+
+    Args:
+        error: The error of a library, or any object that ``str`` turns into text.
+    """
     return " ".join(str(error).split())[:300]
 
 
 def printable(text: str, kept: str = "") -> str:
-    r"""Escape the characters of a text that would control a terminal, such as ``\n``.
+    r"""Return a text in which all unprintable characters are escaped.
+
+    A line break, for example, becomes a backslash and an n. So the text cannot send
+    control sequences to a terminal.
 
     Args:
         text: The text.
-        kept: Characters that are not escaped.
+        kept: The unprintable characters that stay as they are.
     """
     return "".join(c if c.isprintable() or c in kept else ascii(c)[1:-1] for c in text)
 
@@ -72,8 +79,9 @@ def did_you_mean(
         word: What the user wrote.
         known: The words that are accepted.
         otherwise: The hint if no known word is similar.
-        show: How a suggested word is shown; in quotes by default.
-        likely: Words to suggest, all of them, instead of the most similar known one.
+        show: Returns the text for a suggested word; by default the word in quotes.
+        likely: Words that are all suggested, instead of the known word that is most
+            similar to ``word``.
 
     Returns:
         For example ``; did you mean 'folder'?``. Without a similar word it is ``; ``
@@ -87,9 +95,12 @@ def did_you_mean(
 def as_user_error(error: Exception) -> UnoError | None:
     """Turn an error of a library into an error for the user, if its cause is known.
 
+    Args:
+        error: The error that ended the command.
+
     Returns:
-        A ConfigError if a package is missing, a StorageError if the disk is full or
-        read-only, and None for any other error, which is a defect of the program.
+        A ConfigError if a package is not installed, a StorageError if the disk is full
+        or read-only, and None for any other error, which is a defect of the program.
     """
     if isinstance(error, ModuleNotFoundError):
         missing = (error.name or "").partition(".")[0]

@@ -1,4 +1,4 @@
-"""Novel class discovery on a matrix of features, as a scikit-learn estimator.
+"""Discover novel classes in a matrix of features, with a scikit-learn estimator.
 
 :class:`NovelClassDiscovery` runs the default method for frozen features
 (:mod:`uno.clustering.frozen`) in memory. It reads and writes no files, starts no
@@ -132,7 +132,7 @@ class NovelClassDiscovery(
         return tags
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:  # noqa: N803
-        """Find the classes.
+        """Find the novel classes, and store the result in the estimator's attributes.
 
         Args:
             X: Features (N, D): an array, a data frame, or a sparse matrix, which is
@@ -193,39 +193,63 @@ class NovelClassDiscovery(
         return self
 
     def fit_predict(self, X: ArrayLike, y: ArrayLike) -> NDArray[Any]:  # noqa: N803
-        """Find the classes, and return the class (N,) of each row of ``X``.
+        """Find the novel classes, and return the class (N,) of each row of ``X``.
 
-        The arguments and errors are those of :meth:`fit`. Labeled rows keep their
-        label, and in ``"ncd"`` unlabeled rows get novel classes only.
+        Labeled rows keep their label, and in the setting ``"ncd"`` unlabeled rows get
+        novel classes only. The errors are those of :meth:`fit`.
+
+        Args:
+            X: Features (N, D), as :meth:`fit` takes them.
+            y: Labels (N,); -1, NaN or None for unlabeled rows.
         """
         labels: NDArray[Any] = self.fit(X, y).labels_
         return labels
 
     def predict(self, X: ArrayLike) -> NDArray[Any]:  # noqa: N803
-        """Return the known or novel class (N,) of each row of ``X`` (N, D).
+        """Return the known or novel class of each row of features.
 
-        The class is that of the prototype with the largest cosine, in both settings
-        among all classes.
+        The class is that of the prototype with the largest cosine. In both settings the
+        prototypes of all known and novel classes take part.
+
+        Args:
+            X: Features (N, D), D as in :meth:`fit`.
+
+        Returns:
+            Classes (N,), labels as in ``classes_``.
         """
         cosines = self._cosines(self._check_rows(X))
         classes: NDArray[Any] = self.classes_[cosines.argmax(axis=1)]
         return classes
 
     def predict_proba(self, X: ArrayLike) -> NDArray[Any]:  # noqa: N803
-        """Return the probability (N, C) of each class, in the order of ``classes_``.
+        """Return the probability of each class for each row of features.
 
-        It is the softmax of the cosines to the prototypes, divided by ``TEMPERATURE``.
-        The probabilities rank rows by certainty; they are not calibrated.
+        It is the softmax of the cosines with the classes' prototypes, divided by
+        ``TEMPERATURE``. The probabilities rank rows by certainty; they are not
+        calibrated.
+
+        Args:
+            X: Features (N, D), D as in :meth:`fit`.
+
+        Returns:
+            Probabilities (N, C) of the C known and novel classes, in the order of
+            ``classes_``.
         """
         cosines = self._cosines(self._check_rows(X))
         probabilities: NDArray[Any] = softmax(cosines / TEMPERATURE, axis=1)
         return probabilities
 
     def transform(self, X: ArrayLike) -> NDArray[Any]:  # noqa: N803
-        """Return the coordinates (N, P) in which classes are compared.
+        """Map features to the coordinates in which rows and classes are compared.
 
         Rows are scaled to length one, centered, projected to their leading principal
         directions, and whitened within the known classes.
+
+        Args:
+            X: Features (N, D), D as in :meth:`fit`.
+
+        Returns:
+            Coordinates (N, P), where P is the number of principal directions.
         """
         rows = self._check_rows(X)
         coordinates: NDArray[Any] = self._space()(rows).numpy()
@@ -233,7 +257,11 @@ class NovelClassDiscovery(
         return coordinates.astype(kept) if kept in FLOATS else coordinates
 
     def _check_parameters(self) -> None:
-        """Raise ValueError for a parameter that is out of its range."""
+        """Check the parameters ``n_novel`` and ``setting``.
+
+        Raises:
+            ValueError: A parameter is out of its range.
+        """
         number = self.n_novel
         is_count = isinstance(number, Integral) and not isinstance(number, bool)
         if number != AUTO and (not is_count or int(number) < 1):
@@ -244,7 +272,19 @@ class NovelClassDiscovery(
             raise ValueError(f'setting must be "ncd" or "gcd", not {self.setting!r}')
 
     def _fit_rows(self, X: Any, seed: int) -> Tensor:  # noqa: N803
-        """Return the rows (N, D') as float32, and fit ``svd_`` for a sparse matrix."""
+        """Convert the features of ``fit`` to dense rows; reduce a sparse matrix.
+
+        If the features are a sparse matrix, a ``TruncatedSVD`` is fitted to them and
+        kept as ``svd_``.
+
+        Args:
+            X: Features (N, D), an array or a sparse matrix, checked by scikit-learn.
+            seed: Seed of the SVD.
+
+        Returns:
+            float32 (N, D'). D' is the number of dimensions of the SVD, or D for an
+            array.
+        """
         self.svd_ = None
         if issparse(X):
             num_directions = min(MAX_SPARSE_DIRECTIONS, X.shape[1] - 1, X.shape[0] - 1)
@@ -252,7 +292,14 @@ class NovelClassDiscovery(
         return self._to_rows(X)
 
     def _to_rows(self, X: Any) -> Tensor:  # noqa: N803
-        """Return checked features (N, D) as a float32 tensor (N, D')."""
+        """Convert features to a float32 tensor, reduced by ``svd_`` if that is set.
+
+        Args:
+            X: Features (N, D), an array or a sparse matrix, checked by scikit-learn.
+
+        Returns:
+            (N, D'), where D' is the number of dimensions of ``svd_``, or D without it.
+        """
         dense = self.svd_.transform(X) if self.svd_ is not None else X
         if issparse(dense):
             dense = dense.toarray()
@@ -260,7 +307,15 @@ class NovelClassDiscovery(
         return torch.from_numpy(np.require(dense, np.float32, requirements=["C", "W"]))
 
     def _check_rows(self, X: Any) -> Tensor:  # noqa: N803
-        """Check features that are passed after ``fit``, and return them as rows."""
+        """Check features (N, D) that are passed after ``fit``, and convert them.
+
+        Returns:
+            The tensor of :meth:`_to_rows`, float32.
+
+        Raises:
+            ValueError: The features differ in number or name from those of ``fit``, or
+                are not finite.
+        """
         check_is_fitted(self)
         X = validate_data(  # noqa: N806
             self, X, accept_sparse="csr", dtype=FLOATS, reset=False
@@ -270,13 +325,21 @@ class NovelClassDiscovery(
     def _discover(
         self, labeled: Tensor, class_of_row: Tensor, unlabeled: Tensor, seed: int
     ) -> FrozenClusters:
-        """Cluster at most ``MAX_CLUSTERED_ROWS`` rows of each kind.
+        """Find the novel classes by clustering, and set ``n_novel_interval_``.
+
+        At most ``MAX_CLUSTERED_ROWS`` labeled and as many unlabeled rows are used.
 
         Args:
-            labeled: Labeled rows (N_l, D').
-            class_of_row: Their known classes int64 (N_l,), 0 to C_l - 1.
+            labeled: Labeled rows (N_l, D'). D' is the number of features, of a sparse
+                matrix after the SVD.
+            class_of_row: The known classes of the labeled rows, int64 (N_l,), 0 to C_l
+                - 1.
             unlabeled: Unlabeled rows (N_u, D').
             seed: Seed of k-means.
+
+        Returns:
+            The clusters, with the pairs of novel classes that look like parts of one
+            class. There are no such pairs if the number of classes is estimated.
 
         Raises:
             ValueError: There are not more unlabeled rows than clusters among them, or
@@ -318,15 +381,20 @@ class NovelClassDiscovery(
         return replace(result, similar=pairs)
 
     def _space(self) -> FeatureSpace:
-        """Return the map from rows to coordinates."""
+        """Return the fitted map from rows to the coordinates of :meth:`transform`."""
         return FeatureSpace(
             torch.from_numpy(self.mean_), torch.from_numpy(self.directions_)
         )
 
     def _cosines(self, rows: Tensor) -> NDArray[np.float32]:
-        """Return the cosines (N, C) of rows (N, D') and prototypes.
+        """Compute the cosines of rows with the prototypes of all C classes.
 
-        The cosine with a class without any row is -inf, unless no class has a row.
+        Args:
+            rows: Features as :meth:`_to_rows` returns them, (N, D').
+
+        Returns:
+            Cosines (N, C). They are -inf for a class that got no row in ``fit``, unless
+            no class has a row.
         """
         coordinates = F.normalize(self._space()(rows), dim=1)
         cosines: NDArray[np.float32] = coordinates.numpy() @ self.prototypes_.T
@@ -343,8 +411,8 @@ def split_labels(y: ArrayLike) -> tuple[NDArray[Any], NDArray[np.bool_]]:
         y: Labels (N,). Unlabeled rows have -1, ``"-1"``, NaN or None.
 
     Returns:
-        The labels (N,), of which unlabeled rows have no meaning, and the mask (N,) of
-        the labeled rows.
+        The labels (N,), which have no meaning for unlabeled rows; and a mask (N,) that
+        is true for labeled rows.
 
     Raises:
         ValueError: ``y`` is missing, is not one column, or holds values that are no
@@ -370,7 +438,10 @@ def split_labels(y: ArrayLike) -> tuple[NDArray[Any], NDArray[np.bool_]]:
 
 
 def is_unlabeled(label: Any) -> bool:
-    """Tell whether a label of an array of objects or strings means "unlabeled"."""
+    """Return whether a label of an array of objects or strings means "unlabeled".
+
+    It does if it is None, NaN, ``"-1"`` or ``"<NA>"`` (pandas).
+    """
     if label is None or str(label) in ("-1", "<NA>"):
         return True
     return isinstance(label, Real) and label != label  # NaN is unequal to itself
@@ -398,11 +469,15 @@ def name_novel_classes(known: NDArray[Any], num_novel: int) -> NDArray[Any]:
 
 
 def fit_known_classes(labeled: Tensor, class_of_row: Tensor) -> FrozenClusters:
-    """Fit the space and the prototypes of known classes alone.
+    """Fit the feature space and the prototypes of the known classes alone.
 
     Args:
-        labeled: Labeled rows (N, D').
-        class_of_row: Their classes int64 (N,), 0 to C_l - 1.
+        labeled: Labeled rows (N, D).
+        class_of_row: The classes of the rows, int64 (N,), 0 to C_l - 1.
+
+    Returns:
+        Clusters without a novel class: the whitened space, and the mean direction of
+        each known class in it.
     """
     principal = fit_principal_space(labeled)
     rows = principal(labeled)

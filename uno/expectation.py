@@ -1,10 +1,12 @@
-"""What accuracy to expect of clusters, from how far clusterings agree.
+"""Estimate the accuracy of clusters without labels, from how far clusterings agree.
 
 A clustering that other clusterings of the same rows reproduce is usually right, and one
-that changes with the seed or with the rows is not. The logit of the mean agreement is
-mapped linearly to the logit of the accuracy. The line and its residuals were fitted on
-tasks of data sets whose classes are known, and are stored with their source in
-``expectation.json`` (written by ``python -m benchmarks.tasks fit``).
+that changes with the seed or with the rows is not. The agreement of two clusterings is
+the share of the rows on which they agree, under the best one-to-one matching of their
+clusters. The mean logit of the agreements is mapped linearly to the logit of the
+accuracy. The line and its residuals were fitted on tasks of data sets whose classes are
+known, and are stored with their source in ``expectation.json`` (written by ``python -m
+benchmarks.tasks fit``).
 """
 
 import json
@@ -45,14 +47,16 @@ class Expectation:
 
 @dataclass(frozen=True)
 class Line:
-    """A calibration line on the logit scale, with the quantiles of its residuals.
+    """The line from agreements of clusterings to accuracies, both as logits.
 
     Attributes:
-        intercept: Logit of the accuracy where the logit of the agreement is 0.
-        slope: Change of the one with the other.
-        residuals: Evenly spaced quantiles of the residuals, in ascending order.
-        low: The residual's quantile (1 - ``LEVEL``) / 2.
-        high: Its quantile (1 + ``LEVEL``) / 2.
+        intercept: Logit of the accuracy where the mean logit of the agreements is 0.
+        slope: Change of the logit of the accuracy per unit of the mean logit of the
+            agreements.
+        residuals: Evenly spaced quantiles of the residuals (logit of the accuracy minus
+            the line), in ascending order.
+        low: The quantile (1 - ``LEVEL``) / 2 of the residuals.
+        high: The quantile (1 + ``LEVEL``) / 2 of the residuals.
     """
 
     intercept: float
@@ -62,7 +66,12 @@ class Line:
     high: float
 
     def __call__(self, agreement: float) -> Expectation:
-        """Return the accuracy to expect for a mean logit of agreements."""
+        """Return the expected accuracy of a clustering, with its interval.
+
+        Args:
+            agreement: The mean logit of the shares of rows on which other clusterings
+                agree with it, see :func:`mean_logit`.
+        """
         middle = self.intercept + self.slope * agreement
         mean = float(np.mean(sigmoid(middle + np.array(self.residuals))))
         low, high = sigmoid(middle + np.array([self.low, self.high]))
@@ -70,23 +79,28 @@ class Line:
 
 
 def fit_line(agreement: np.ndarray, accuracy: np.ndarray, groups: np.ndarray) -> Line:
-    """Fit the line from agreements to logits of accuracies by least squares.
+    """Fit the line from agreements of clusterings to accuracies, by least squares.
 
-    Accuracies are kept ``SMALLEST`` away from 0 and 1. Residuals are differences of
-    logits, each from a line that was fitted without the data set of its task.
+    The line maps the mean logit of the agreements to the logit of the accuracy. It is
+    fitted on T clustering tasks whose classes are known. Accuracies are kept
+    ``SMALLEST`` away from 0 and 1.
 
     Args:
-        agreement: Mean logits of agreements (T,), of :func:`mean_logit`, one a task.
-        accuracy: True accuracies (T,), 0 to 1.
-        groups: Names (T,) of the data sets that the tasks are from, at least three.
+        agreement: For each task the mean logit of the shares of rows on which other
+            clusterings agree with its clusters, of :func:`mean_logit`; (T,).
+        accuracy: The true accuracy of each task's clusters, 0 to 1; (T,).
+        groups: The name of the data set of each task, (T,). There are at least three
+            data sets.
 
     Returns:
-        The line of all tasks. Its residuals are those of lines that were fitted without
-        the task's data set, so that they show how far a new data set may be off.
+        The line of all tasks. The residual of a task is its difference of logits from a
+        line that was fitted without the task's data set, so that the residuals show how
+        far a new data set may be off.
     """
     target = logit(accuracy)
 
     def fit(rows: np.ndarray) -> np.ndarray:
+        """Return intercept and slope of the line through the tasks of a mask (T,)."""
         design = np.stack([np.ones(rows.sum()), agreement[rows]], axis=1)
         return np.linalg.lstsq(design, target[rows], rcond=None)[0]
 
@@ -104,20 +118,27 @@ def fit_line(agreement: np.ndarray, accuracy: np.ndarray, groups: np.ndarray) ->
 
 
 def logit(share: Any) -> Any:
-    """Return the log-odds of shares, which are kept ``SMALLEST`` away from 0 and 1."""
+    """Return the log-odds of a share or an array of shares, each from 0 to 1.
+
+    A share nearer than ``SMALLEST`` to 0 or 1 counts as that near, so that none of the
+    results is infinite.
+    """
     share = np.clip(share, SMALLEST, 1 - SMALLEST)
     return np.log(share / (1 - share))
 
 
 def sigmoid(value: Any) -> Any:
-    """Return the share 0 to 1 whose log-odds are ``value``."""
+    """Return the share, 0 to 1, whose log-odds are ``value``, a number or an array."""
     return 1 / (1 + np.exp(-value))
 
 
 def mean_logit(agreement: Sequence[float]) -> float:
-    """Return the mean log-odds of agreements (A,), A > 0, of which none is infinite.
+    """Return the mean of the log-odds of agreements of clusterings.
 
-    Agreements are kept ``SMALLEST`` away from 0 and 1.
+    Args:
+        agreement: The share of rows, 0 to 1, on which each of A > 0 other clusterings
+            agrees with a clustering; (A,). A share nearer than ``SMALLEST`` to 0 or 1
+            counts as that near.
     """
     return float(np.mean(logit(np.asarray(agreement))))
 
@@ -125,18 +146,21 @@ def mean_logit(agreement: Sequence[float]) -> float:
 def expected_accuracy(
     agreement: Sequence[float], setting: str, matching: Matching = "one_to_one"
 ) -> Expectation | None:
-    """Return the accuracy to expect of clusters of frozen features.
+    """Return the accuracy to expect of clusters of a frozen encoder's features.
 
     Args:
-        agreement: Shares (A,) of :func:`uno.clustering.frozen.measure_agreement`.
+        agreement: The shares of unlabeled rows, 0 to 1, on which A other clusterings
+            agree with these clusters, of
+            :func:`uno.clustering.frozen.measure_agreement`; (A,).
         setting: ``"ncd"``: accuracy on the images of novel classes. ``"gcd"``: accuracy
             on all unlabeled images.
-        matching: ``"one_to_one"``: all clusters are matched with all classes.
-            ``"strict"``: clusters of known classes stand for these, and only novel
-            clusters are matched. Both are the same in ``ncd``.
+        matching: How clusters are matched with classes before correct images are
+            counted. ``"one_to_one"``: all clusters with all classes. ``"strict"``:
+            clusters of known classes stand for these, and only novel clusters are
+            matched. Both are the same in ``ncd``.
 
     Returns:
-        The expectation, or None if there are no agreements.
+        The expected accuracy and its interval, or None if ``agreement`` is empty.
     """
     if not len(agreement):
         return None
@@ -147,20 +171,24 @@ def expected_accuracy(
 def outside_calibration(
     num_rows: int, num_known: int, num_novel: int, encoder: str
 ) -> dict[str, float]:
-    """Tell why the expectation of a task is less certain than its interval says.
+    """Return the properties of a task for which its expected accuracy is less certain.
+
+    The interval of an expected accuracy holds for tasks like those that it was
+    calibrated on. These are properties that none of the calibration tasks has.
 
     Args:
         num_rows: Number of unlabeled rows.
         num_known: Number of known classes.
         num_novel: Number of novel classes.
-        encoder: ``config.model.encoder``.
+        encoder: Name of the encoder, ``config.model.encoder``. All names that begin
+            with ``vectors:`` count as one encoder.
 
     Returns:
-        The values outside the range of the tasks that the expectation was fitted to, by
-        ``"unlabeled images"``, ``"known classes"`` and ``"novel classes"``;
-        ``"encoder"``: 1.0 if the encoder is none of those of these tasks, where all
-        stored vectors count as one; and ``"one known class"``: 1.0 if there is only
-        one.
+        Numbers by property. ``"unlabeled images"``, ``"known classes"`` and ``"novel
+        classes"`` have the number of the task, if it is outside the range of the
+        calibration tasks. ``"encoder"`` has 1.0 if no calibration task has this
+        encoder. ``"one known class"`` has 1.0 if there is only one. Other properties
+        are left out.
     """
     values = dict(zip(COUNTED, (num_rows, num_known, num_novel), strict=True))
     ranges = calibration()["ranges"]
@@ -178,9 +206,14 @@ def outside_calibration(
 
 
 def describe_outside(values: Mapping[str, float]) -> list[str]:
-    """Describe what :func:`outside_calibration` has returned, one phrase a value.
+    """Describe in words the properties that no calibration task has.
 
-    An example is ``"40 novel classes (calibrated on 2 to 10)"``.
+    Args:
+        values: The numbers by property that :func:`outside_calibration` returns.
+
+    Returns:
+        One phrase for each property, such as ``"40 novel classes (calibrated on 2 to
+        10)"``.
     """
     ranges = calibration()["ranges"]
     found = [
@@ -202,12 +235,15 @@ def describe_outside(values: Mapping[str, float]) -> list[str]:
 
 @cache
 def calibration() -> Mapping[str, Any]:
-    """Read the stored calibration.
+    """Read the stored calibration of expected accuracies from ``expectation.json``.
 
     Returns:
-        ``source``: the command that wrote it; ``sets`` and ``num_tasks``: its data;
-        ``ranges``: smallest and largest number of images and classes, and the encoders;
-        ``lines``: setting -> matching -> the fields of a :class:`Line`.
+        A mapping. ``source`` is the command that wrote it. ``sets`` and ``num_tasks``
+        are the names of the data sets and the number of tasks that it was fitted to.
+        ``ranges`` has the smallest and largest number of unlabeled images, known
+        classes and novel classes of these tasks, and the list of their encoders.
+        ``lines`` has the fields of a :class:`Line` for each setting (``ncd``, ``gcd``)
+        and, below it, each matching (``one_to_one``, ``strict``).
     """
     text = files("uno").joinpath(CALIBRATION_FILE).read_text("utf-8")
     found: Mapping[str, Any] = json.loads(text)

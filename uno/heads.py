@@ -28,11 +28,18 @@ class Prototypes(nn.Module):
         self.weight = nn.Parameter(F.normalize(torch.randn(*shape), dim=-1))
 
     def forward(self, features: Tensor) -> Tensor:
-        """Compute cosines (..., B, K) with features (..., B, D) of any length."""
+        """Compute the cosines of features with the K prototypes.
+
+        Args:
+            features: Features (..., B, D), which are scaled to length one.
+
+        Returns:
+            Cosines (..., B, K).
+        """
         return self.cosines(unit(features))
 
     def cosines(self, directions: Tensor) -> Tensor:
-        """Compute cosines with rows of length one.
+        """Compute the cosines of vectors of length one with the K prototypes.
 
         They are computed in float32 at least, also under autocast, because bfloat16
         changes 0.8% of the pseudo-labels.
@@ -129,9 +136,13 @@ class StackedProjector(nn.Module):
         )
 
     def forward(self, features: Tensor) -> Tensor:
-        """Compute projections (H, B, projection_dim) of features (B, D).
+        """Compute the projections of features by all H heads.
 
-        The projections are not normalized.
+        Args:
+            features: Features (B, D).
+
+        Returns:
+            Projections (H, B, projection_dim), which are not scaled to length one.
         """
         hidden = F.relu(self.bn(self.hidden(features)))  # (B, H * hidden)
         # (H, B, hidden)
@@ -140,9 +151,13 @@ class StackedProjector(nn.Module):
 
 
 def unit(vectors: Tensor) -> Tensor:
-    """Scale vectors (..., D) to length one, in float32 at least.
+    """Scale vectors to length one.
 
-    A zero vector stays zero.
+    Args:
+        vectors: Vectors (..., D) of any floating point type.
+
+    Returns:
+        Vectors (..., D) in float32, or float64 if they were. A zero vector stays zero.
     """
     return F.normalize(
         vectors.to(torch.promote_types(vectors.dtype, torch.float32)), dim=-1

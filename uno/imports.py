@@ -22,10 +22,10 @@ def is_object_name(name: str) -> bool:
 
 
 def import_object(key: str, name: str) -> Any:
-    """Import the object that ``package.module:NAME`` names.
+    """Import the object that ``package.module:NAME`` names, and return it.
 
     Args:
-        key: The field of the configuration that holds the name, for the error.
+        key: The key of the configuration that holds the name, for the error message.
         name: The name. Modules in the working directory are found, too.
 
     Raises:
@@ -42,15 +42,17 @@ def import_object(key: str, name: str) -> Any:
 
 
 def check_origin(key: str, name: str, foreign: str) -> None:
-    """Check where the code of a model of unknown origin would be imported from.
+    """Check that code that a downloaded model names does not come with the model.
 
-    Nothing is imported here. If the code is on this machine, a warning says which code
-    the model calls. If it is not installed at all, nothing happens.
+    A model's configuration can name code that is imported when the model is loaded. In
+    a model of unknown origin it must be code that the user has installed. If so, a
+    warning says which code the model calls. If there is no such code on this machine,
+    nothing happens. Nothing is imported here.
 
     Args:
-        key: The field of the model's configuration that holds the name.
+        key: The key of the model's configuration that holds the name.
         name: The code, ``package.module:NAME``.
-        foreign: The directory of the model.
+        foreign: The directory of the model of unknown origin.
 
     Raises:
         ConfigError: The code lies in the directory of the model.
@@ -81,9 +83,10 @@ def check_origin(key: str, name: str, foreign: str) -> None:
 
 @contextmanager
 def working_directory() -> Iterator[None]:
-    """Search the working directory for modules during a ``with`` block.
+    """Let imports also find modules in the working directory, in a ``with`` block.
 
-    It is searched last, so that a file there hides no installed module.
+    The directory is the last entry of ``sys.path``, so that a file there hides no
+    installed module.
     """
     here = os.getcwd()
     if added := here not in sys.path:

@@ -1,4 +1,4 @@
-"""The largest inputs that are accepted.
+"""Limits on the size of inputs: files, images, tables and configurations.
 
 A larger input is refused in one line, before memory is spent on it. The page
 docs/reference/limits.md is the table of these limits.
@@ -16,7 +16,7 @@ MAX_BMP_PIXELS_PER_BYTE = 256
 MAX_TABLE_BYTES = 2**30
 # bytes of a .cls or .json in a tar file, and of a header's own text
 MAX_MEMBER_BYTES = 2**20
-# bytes of the arrays in a .npz file, which are read into memory
+# bytes of the arrays in a .npz or .pt file, which are read into memory
 MAX_NPZ_BYTES = 8 * 2**30
 # bytes of a CIFAR batch
 MAX_CIFAR_BYTES = 512 * 2**20

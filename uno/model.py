@@ -16,7 +16,9 @@ from uno.methods import Method, load
 
 
 class Logits(NamedTuple):
-    """Cosines of V views with the prototypes, in float32.
+    """The outputs of the network for V views of B rows: cosines with prototypes.
+
+    All are float32.
 
     Attributes:
         known: (V, B, C_l), of the known head.
@@ -88,7 +90,14 @@ class UnoModel(nn.Module):
         self.train()
 
     def _add_projection_heads(self, config: ModelConfig, num_features: int) -> None:
-        """Build UNO's cluster heads, and the overclustering heads if there are any."""
+        """Build UNO's cluster heads, and the overclustering heads if there are any.
+
+        Each head is a projection (an MLP) and prototypes.
+
+        Args:
+            config: The numbers and sizes of heads.
+            num_features: The number of features that the heads take.
+        """
         heads, factor = config.num_heads, config.overcluster_factor
         self.projector = StackedProjector(
             2 * heads if factor else heads,
@@ -103,7 +112,14 @@ class UnoModel(nn.Module):
             )
 
     def train(self, mode: bool = True) -> Self:
-        """Set training or eval mode; frozen parts stay in eval mode."""
+        """Set training or eval mode; frozen parts of the encoder stay in eval mode.
+
+        Args:
+            mode: True for training mode, False for eval mode.
+
+        Returns:
+            The model itself.
+        """
         super().train(mode)
         for name in self._frozen:
             self.encoder.get_submodule(name).eval()
@@ -123,7 +139,7 @@ class UnoModel(nn.Module):
                 )
 
     def features(self, images: Tensor) -> Tensor:
-        """Compute the pooled features z (B, D) of normalized images (B, 3, S, S)."""
+        """Compute the encoder's features (B, D) of normalized images (B, 3, S, S)."""
         return self.encoder(images)
 
     def forward(self, views: Sequence[Tensor]) -> Logits:
@@ -133,6 +149,11 @@ class UnoModel(nn.Module):
             views: V tensors: normalized images (B, 3, S_v, S_v), or features (B, D),
                 which skip the encoder. Neighboring views of one size share a pass of
                 the encoder.
+
+        Returns:
+            Cosines with the prototypes of the known head, the cluster heads and the
+            overclustering heads, before the division by the temperature; and the
+            features.
         """
         batches = [
             torch.cat(list(group))
@@ -143,11 +164,17 @@ class UnoModel(nn.Module):
         return self.heads(features, len(views))
 
     def heads(self, features: Tensor, num_views: int = 1) -> Logits:
-        """Compute the logits of features.
+        """Compute the logits of all heads from features of the encoder.
 
         Args:
-            features: (V * B, D), the rows of view 0 first.
-            num_views: V.
+            features: Features of V views of the same B rows, (V * B, D), the rows of
+                view 0 first.
+            num_views: The number of views V.
+
+        Returns:
+            Cosines with the prototypes of the known head, the cluster heads and the
+            overclustering heads, before the division by the temperature; and the
+            features.
         """
         by_view = features.unflatten(0, (num_views, -1))
         if self.adapter is not None:
@@ -206,19 +233,19 @@ def num_heads(config: Config) -> int:
 
 @torch.inference_mode()
 def forward(model: UnoModel, images: Tensor, config: Config) -> Logits:
-    """Compute the logits of images as evaluation sees them, without gradient.
+    """Compute the logits of images for evaluation and prediction, without gradient.
 
-    Everything that looks at images without training on them uses this function.
+    The center crop of each image is used, without random augmentation.
 
     Args:
         model: The model, in eval mode.
-        images: On any device: uint8 images (B, 3, S, S), of which the center crop is
-            used; or features of that crop, float (B, D); or cached features (B, 1 + V,
-            D), of which the first of each row are used.
+        images: One of three, on any device: uint8 images (B, 3, S, S); or features of
+            their center crops, float (B, D); or cached features (B, 1 + V, D), which
+            hold those of the center crop and then those of V random views.
         config: The configuration of the run.
 
     Returns:
-        The logits of one view, V = 1, on the model's device.
+        The logits of the center crops, as one view (V = 1), on the model's device.
     """
     assert not model.training
     side = min(config.augment.large.size, images.shape[-1])
@@ -229,17 +256,18 @@ def forward(model: UnoModel, images: Tensor, config: Config) -> Logits:
 
 
 def features_of(model: UnoModel, images: Tensor | RowBlocks, config: Config) -> Tensor:
-    """Compute pooled features z of images in batches.
+    """Compute the encoder's features of the center crops of images, in batches.
 
     Args:
         model: The model, in eval mode.
-        images: uint8 images (N, 3, S, S), N >= 1; or features (N, D); or cached
-            features (N, 1 + V, D), of which the first of each row are used.
+        images: One of three: uint8 images (N, 3, S, S), N >= 1; or features of their
+            center crops (N, D); or cached features (N, 1 + V, D), which hold those of
+            the center crop and then those of V random views.
         config: The configuration of the run.
 
     Returns:
-        float32 (N, D), on the model's device. Given features are only moved and
-        converted.
+        Features, float32 (N, D), on the model's device. Features that are passed are
+        only moved and converted.
     """
     if images.ndim < 4:
         plain = images[:, 0] if images.ndim == 3 else images[:]

@@ -1,4 +1,4 @@
-"""The unified objective, from Sinkhorn to the loss of a batch.
+"""The unified objective of UNO: pseudo-labels by Sinkhorn-Knopp, and the training loss.
 
 It follows the paper's Sec. 3.1-3.3 and the appendix "Multi-view aggregation
 strategies".
@@ -67,8 +67,8 @@ def pseudo_labels(
     Args:
         logits: (V, H, B, K), cosines of the GLOBAL unlabeled batch for each large view
             and head.
-        epsilon: As for :func:`sinkhorn`.
-        num_iters: As for :func:`sinkhorn`.
+        epsilon: The weight of the entropy H(Y) in Eq. 4.
+        num_iters: The number of Sinkhorn-Knopp iterations.
         aggregation: ``swap`` keeps one target per view. ``average_pseudo_labels`` and
             ``average_logits`` give all views the same target, averaged after or before
             Sinkhorn (see the paper's appendix).
@@ -97,9 +97,10 @@ def discovery_loss(
     temperature: float,
     concat: bool = True,
 ) -> Tensor:
-    """Compute the cross-entropy of view w against the target of view v (Eq. 1-3).
+    """Compute UNO's loss for each cluster and overclustering head (Eq. 1-3).
 
-    All ordered pairs v != w count. The target of a labeled row is its one-hot label,
+    It is the cross-entropy of the predictions of view w with the targets of view v,
+    over all ordered pairs v != w. The target of a labeled row is its one-hot label,
     padded with zeros to all outputs. The target of an unlabeled row is its
     pseudo-label, padded likewise (Eq. 2). For a target y that sums to one the
     cross-entropy is ``logsumexp(l / tau) - <y, l / tau>``. So nothing is padded, and no
@@ -170,7 +171,7 @@ def global_targets(
     known: Tensor | None = None,
     prior: Tensor | None = None,
 ) -> list[Tensor]:
-    """Compute pseudo-labels of this worker's unlabeled rows from the GLOBAL batch.
+    """Compute pseudo-labels of this worker's unlabeled rows from the global batch.
 
     The global batch has the rows of all workers. Their logits are gathered by a single
     collective for all views, heads and families.
@@ -192,8 +193,8 @@ def global_targets(
             equally among their clusters.
 
     Returns:
-        F tensors (V_large, H, B_u, K_f), or (V_large, H, B_u, C_l + K_f) with a prior
-        over all C outputs. Rows sum to one.
+        The pseudo-labels: F tensors (V_large, H, B_u, K_f), or (V_large, H, B_u, C_l +
+        K_f) with a prior over all C outputs. Rows sum to one.
     """
     priors: list[Tensor | None] = [prior, *[None] * (len(families) - 1)]
     if prior is not None and known is not None and len(prior) > families[0].shape[-1]:

@@ -39,7 +39,14 @@ Values = dict[str, Any]
 
 
 def _views(kind: str, **values: Any) -> Values:
-    """Return values of one kind of views (``large`` or ``small``) by dotted key."""
+    """Return settings of one kind of views by their dotted keys.
+
+    For example ``_views("large", flip=0.0)`` is ``{"augment.large.flip": 0.0}``.
+
+    Args:
+        kind: ``large`` or ``small``.
+        **values: Values of the fields of :class:`uno.config.ViewConfig`.
+    """
     return {f"augment.{kind}.{key}": value for key, value in values.items()}
 
 
@@ -228,7 +235,10 @@ BENCHMARKS = ("digits", "cifar10", "cifar100", "imagenet")
 
 
 def is_custom_data(given: Mapping[str, Any]) -> bool:
-    """Return whether the data is the user's own, and not that of a benchmark.
+    """Return whether the data is the user's own, and not one of the benchmarks.
+
+    The benchmarks are the digits, CIFAR10, CIFAR100 and ImageNet. The data is the
+    user's own if the settings have a folder of labeled images, or name another source.
 
     Args:
         given: The settings that the user gives, by dotted key.
@@ -243,13 +253,13 @@ SIZES = ("augment.large.size", "data.stored_size", "augment.small.size")
 
 
 def scale_sizes(config: Config, size: Any) -> Values:
-    """Return all lengths in pixels that follow from one size of images.
+    """Scale the settings of a preset that are lengths in pixels to another image size.
 
     The lengths keep the proportions that they have in ``config``.
 
     Args:
-        config: The configuration of the preset.
-        size: The side of large views in pixels.
+        config: The configuration of the preset, which stays as it is.
+        size: The new side of large views in pixels.
 
     Returns:
         Sizes of views and of stored images, and paddings of crops, by dotted key.
@@ -274,7 +284,8 @@ def preset(name: str, recipe: str = "paper") -> Config:
 
     Args:
         name: The preset, a key of ``PRESETS``.
-        recipe: ``paper``, ``v2``, or for some presets ``cpu``.
+        recipe: ``paper`` for the paper's settings, ``v2`` for the authors' later ones,
+            or for some presets ``cpu`` for settings that suit one CPU core.
 
     Raises:
         ConfigError: There is no such preset, or it has no such recipe.
@@ -283,7 +294,14 @@ def preset(name: str, recipe: str = "paper") -> Config:
 
 
 def merge_layers(layers: Mapping[str, Values]) -> Values:
-    """Return the values of all layers by dotted key; a later layer wins."""
+    """Merge layers of settings into one; the value of a later layer wins.
+
+    Args:
+        layers: Values by dotted key, by the name of the layer, such as "preset digits".
+
+    Returns:
+        Values by dotted key.
+    """
     return {key: value for layer in layers.values() for key, value in layer.items()}
 
 
@@ -292,10 +310,12 @@ def preset_layers(name: str, recipe: str = "paper") -> dict[str, Values]:
 
     Args:
         name: The preset. A dash counts as an underscore: ``cifar100-20``.
-        recipe: ``paper``, ``v2``, or for some presets ``cpu``.
+        recipe: ``paper`` for the paper's settings, ``v2`` for the authors' later ones,
+            or for some presets ``cpu`` for settings that suit one CPU core.
 
     Returns:
-        Values by dotted key, by "preset NAME" and "recipe NAME", in this order.
+        Two layers of settings, under the names "preset NAME" and "recipe NAME", in this
+        order. Each has values by dotted key.
 
     Raises:
         ConfigError: There is no such preset, or it has no such recipe.

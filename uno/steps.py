@@ -1,4 +1,4 @@
-"""The state of training, and a training step: forward pass, loss, SGD update."""
+"""The state of training, and one training step: forward pass, loss, SGD update."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -87,7 +87,7 @@ def new_state(
     autocast: bool,
     encoder_lr_factor: float = 1.0,
 ) -> TrainState:
-    """Return the state at step 0.
+    """Create the state of training at step 0 of a phase, with a new optimizer.
 
     A phase without epochs has no optimizer: PyTorch imports its compiler when it makes
     one, which takes seconds.
@@ -121,7 +121,7 @@ def new_state(
 def make_optimizer(
     model: UnoModel, phase: PhaseConfig, encoder_lr_factor: float
 ) -> torch.optim.Optimizer:
-    """Return SGD as in the paper, for the parameters that are not frozen.
+    """Create the SGD optimizer of the paper, for the parameters that are not frozen.
 
     The momentum buffers are zeros. The fused kernel skips steps with gradients that are
     not finite without synchronizing the device. Checkpoints hold all tensors that the
@@ -158,15 +158,17 @@ def make_optimizer(
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that are not frozen, by name."""
+    """Return the parameters of a model that are not frozen, by name."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def state_tensors(state: TrainState) -> dict[str, Tensor]:
-    """Return all tensors that a run needs to continue bit for bit, by name.
+    """Return all tensors of a state that a checkpoint must hold, by name.
 
-    The names begin with "model/", "optimizer/" or "extra/", or are those in
-    :data:`COUNTERS`. The tensors are not copied.
+    A run that resumes from them continues bit for bit. The names begin with "model/"
+    (weights and buffers), "optimizer/" or "extra/" (tensors that the method keeps), or
+    are those in :data:`COUNTERS` (running losses and skipped steps). The tensors are
+    not copied.
     """
     tensors = {
         f"model/{name}": tensor for name, tensor in state.model.state_dict().items()
@@ -178,7 +180,12 @@ def state_tensors(state: TrainState) -> dict[str, Tensor]:
 
 
 def _optimizer_tensors(state: TrainState) -> dict[str, dict[str, Tensor]]:
-    """Return what the optimizer keeps for each parameter, by the parameter's name."""
+    """Return the tensors that the optimizer keeps, such as momentum buffers.
+
+    Returns:
+        By the name of each parameter that is not frozen, a mapping of tensors by the
+        optimizer's names, such as "momentum_buffer"; empty without an optimizer.
+    """
     if state.optimizer is None:
         return {}
     return {
@@ -188,11 +195,11 @@ def _optimizer_tensors(state: TrainState) -> dict[str, dict[str, Tensor]]:
 
 
 def load_state_(state: TrainState, tensors: dict[str, Tensor], step: int) -> None:
-    """Load the tensors of a checkpoint, see :func:`state_tensors`, into ``state``.
+    """Load the tensors of a checkpoint into the state of training, in place.
 
     Args:
         state: The state of a model of the same shape. It is updated.
-        tensors: The tensors of the checkpoint, by name.
+        tensors: The tensors of the checkpoint, by the names of :func:`state_tensors`.
         step: The number of optimizer steps before the checkpoint.
 
     Raises:
@@ -296,9 +303,17 @@ def take_step(
 
 
 def forward(state: TrainState, batch: Batch) -> Logits:
-    """Normalize the prototypes of the model, then compute the logits of all views.
+    """Compute the logits of all views of a batch, for training.
 
-    The forward pass uses bfloat16 if ``state.autocast``.
+    The prototypes of the model are scaled to length one first, in place. The forward
+    pass uses bfloat16 if ``state.autocast``.
+
+    Args:
+        state: The state of training, with the model.
+        batch: The batch of V views.
+
+    Returns:
+        Cosines of all rows with the prototypes of all heads, and their features.
     """
     state.model.normalize_prototypes_()
     with torch.autocast(state.device.type, torch.bfloat16, enabled=state.autocast):

@@ -1,4 +1,4 @@
-"""Prepare text from outside, such as names of classes and files, to be shown."""
+"""Format text for people, and make names of files and classes safe and comparable."""
 
 import unicodedata
 
@@ -23,19 +23,20 @@ def composed(name: str) -> str:
 
 
 def folded(name: str) -> str:
-    """Return a form that is equal for names that differ only in case or Unicode form.
+    """Return the case-folded composed form of a name, to compare names.
 
-    People, and some file systems, take such names for one.
+    It is equal for names that differ only in case or Unicode form. People, and some
+    file systems, take such names for one.
     """
     return composed(composed(name).casefold())
 
 
 def plural(number: float, one: str, many: str = "") -> str:
-    """Return a number and its noun: ``1 image``, ``2,000 images``.
+    """Return a number with its noun, such as ``1 image`` or ``2,000 images``.
 
     Args:
         number: The number.
         one: The noun in the singular.
-        many: The plural; by default the singular with an s.
+        many: The noun in the plural; by default the singular with an s.
     """
     return f"{number:,} {one if number == 1 else many or f'{one}s'}"

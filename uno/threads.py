@@ -1,4 +1,4 @@
-"""Threads for tensors, and pools whose threads do not get in each other's way."""
+"""Set the number of CPU threads of PyTorch, and start thread pools that respect it."""
 
 import threading
 from collections.abc import Iterator
@@ -10,9 +10,10 @@ import torch
 
 @contextmanager
 def torch_threads(number: int) -> Iterator[None]:
-    """Let torch use ``number`` threads inside the ``with``, and then as many as before.
+    """Let PyTorch compute with ``number`` CPU threads during a ``with`` block.
 
-    Threads that begin inside the ``with`` have the same number.
+    At the end the number is what it was before. Threads that begin inside the block
+    have the same number.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(number)
@@ -27,21 +28,25 @@ _starting = threading.Lock()
 
 
 def start_pool(num_threads: int, name: str) -> ThreadPoolExecutor:
-    """Start a pool whose threads compute by one thread of torch each.
+    """Start a thread pool in which PyTorch computes with one CPU thread per thread.
 
     ``torch.set_num_threads`` also decides for all threads that begin later, and a
-    thread takes that number at its first use of torch. So all threads of the pool
-    begin here, and then the number for later threads is set back. The calling thread
-    keeps its number, which may be another one: it may belong to such a pool.
+    thread takes that number at its first use of torch. So all threads of the pool begin
+    here, and then the number for later threads is set back. The calling thread keeps
+    its number, which may be another one: it may belong to such a pool.
 
     Args:
-        num_threads: The number of threads.
+        num_threads: The number of threads of the pool.
         name: The prefix of their names.
+
+    Returns:
+        The pool. All its threads have started.
     """
     pool = ThreadPoolExecutor(num_threads, name)
     started = threading.Barrier(num_threads)
 
     def begin(_: int) -> None:
+        """Set this thread's number, and wait until all threads of the pool have."""
         torch.set_num_threads(1)
         assert torch.get_num_threads() == 1  # the first use
         started.wait()

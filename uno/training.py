@@ -56,16 +56,28 @@ class Worker(Protocol):
     device: torch.device
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Return the module to call in training: the model, or its DDP wrapper."""
+        """Return the module to call in training: ``model``, or its DDP wrapper.
+
+        It is the wrapper if several processes train together.
+        """
 
     def report(self, metrics: dict[str, Any]) -> None:
-        """Hand a line of metrics to the console, the loggers or Ray.
+        """Hand metrics of the training to the console, the loggers or Ray.
 
         All ranks report the end of an epoch equally often.
+
+        Args:
+            metrics: Values by name, such as "phase", "step" and "loss".
         """
 
     def should_stop(self, step: int) -> bool:
-        """Return whether to save and end before ``step``, the same on every rank."""
+        """Return whether training must stop now, with the same answer on every rank.
+
+        Training then saves a checkpoint and ends.
+
+        Args:
+            step: The number of steps that are done.
+        """
 
 
 class LocalWorker:
@@ -90,11 +102,15 @@ class LocalWorker:
         self.device, self.report = device, on_report
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Return the model itself."""
+        """Return the model itself, because there is only one process."""
         return model
 
     def should_stop(self, step: int) -> bool:
-        """Return whether ``stop_requested`` was set."""
+        """Return whether training must stop now: whether ``stop_requested`` was set.
+
+        Args:
+            step: The number of steps that are done, which does not matter here.
+        """
         return self.stop_requested
 
 
@@ -134,14 +150,26 @@ class Phase:
         return min(self.total_steps, self.max_steps or self.total_steps)
 
     def lr(self, step: int) -> float:
-        """Return the learning rate of one step."""
+        """Return the learning rate of one step of the phase: warm-up, then cosine.
+
+        Args:
+            step: The number of the step, from 0.
+        """
         config = self.config
         return warmup_cosine(
             step, self.total_steps, self.warmup_steps, config.base_lr, config.min_lr
         )
 
     def describe_position(self, step: int) -> dict[str, Any]:
-        """Return the phase's name, a step and its epoch, as part of a metrics line."""
+        """Return the position of a step in the phase, as part of a line of metrics.
+
+        Args:
+            step: The number of steps that are done.
+
+        Returns:
+            "phase", its name; "step" and "total_steps", the last step; and "epoch" and
+            "epochs", the same in epochs, rounded up.
+        """
         return {
             "phase": self.name,
             "step": step,
@@ -289,10 +317,13 @@ class Health:
         self._rolled_back = False
 
     def is_lost(self, state: TrainState) -> bool:
-        """Return whether to roll back, with the same answer on all ranks.
+        """Return whether training must be rolled back to the newest checkpoint.
 
-        This synchronizes the device. A warning is logged if steps were skipped since
-        the last call.
+        All ranks must call this, and get the same answer. This synchronizes the device.
+        A warning is logged if steps were skipped since the last call.
+
+        Args:
+            state: The state of training, which is not changed.
         """
         before, self._num_skipped = self._num_skipped, int(state.skipped)
         if self._num_skipped == before:
@@ -306,7 +337,12 @@ class Health:
         )
 
     def roll_back_(self, state: TrainState, storage: Storage, phase: Phase) -> None:
-        """Load the newest checkpoint into ``state``, at most once in a phase.
+        """Return training to the newest checkpoint, at most once in a phase.
+
+        Args:
+            state: The state of training, into which the checkpoint is loaded.
+            storage: The run directory.
+            phase: The phase that is trained.
 
         Raises:
             NumericsError: There is no checkpoint, or the phase was rolled back before.
@@ -321,7 +357,12 @@ class Health:
 
 
 def resume_(state: TrainState, storage: Storage, phase: str) -> bool:
-    """Load the newest valid checkpoint of a phase into ``state``.
+    """Load the newest valid checkpoint of a phase into ``state``, if there is one.
+
+    Args:
+        state: The state of training. It is updated.
+        storage: The run directory.
+        phase: The name of the phase: "pretext", "pretrain" or "discover".
 
     Returns:
         Whether the phase has a checkpoint.
@@ -349,7 +390,7 @@ def _save(
     journal: Journal,
     wait: bool = True,
 ) -> None:
-    """Save a checkpoint of the state, which does not change the state.
+    """Write a checkpoint of the state of training, which is not changed.
 
     All ranks must call this. Rank 0 writes the file in the thread of the journal, and
     deletes old checkpoints. A second checkpoint waits for the first.
@@ -358,9 +399,10 @@ def _save(
         config: The configuration of the run.
         phase: The phase that is trained.
         state: The state to save.
-        worker: This worker.
+        worker: This process.
         storage: The run directory.
-        journal: The journal of the run, whose thread writes the file.
+        journal: The writer of ``metrics.jsonl``, in the thread of which the file is
+            written.
         wait: Whether all ranks wait until the file is written.
     """
     tensors = state_tensors(state)
@@ -382,22 +424,27 @@ def _save(
 
 
 def _wait_for_writes(journal: Journal, state: TrainState) -> None:
-    """Wait on all ranks until rank 0 has written all files.
+    """Wait on all ranks until rank 0 has written its lines of metrics and checkpoints.
 
     No rank can then read checkpoints while one is still being written.
+
+    Args:
+        journal: The writer of ``metrics.jsonl`` and of checkpoints, on rank 0.
+        state: The state of training, which has the device of this rank.
     """
     journal.flush()
     distributed.barrier(state.device)
 
 
 def _is_checkpoint_due(config: Config, worker: Worker, saved_at: float) -> bool:
-    """Return whether it is time for a checkpoint, by the clock of rank 0.
+    """Return whether the last checkpoint is old enough for another one.
 
-    All ranks get the same answer. ``train.checkpoint_every_minutes`` decides.
+    The limit is ``train.checkpoint_every_minutes``. The clock of rank 0 decides, and
+    all ranks, which must all call this, get the same answer.
 
     Args:
         config: The configuration of the run.
-        worker: This worker.
+        worker: This process.
         saved_at: The time of the last checkpoint, by ``time.monotonic()``.
     """
     minutes = config.train.checkpoint_every_minutes
@@ -409,17 +456,22 @@ def _is_checkpoint_due(config: Config, worker: Worker, saved_at: float) -> bool:
 
 
 def _is_finite(state: TrainState) -> bool:
-    """Return whether all weights and running statistics are finite, on all ranks."""
+    """Return whether the weights and running statistics of the model are finite.
+
+    All ranks must call this. They get the same answer: False if any rank has a value
+    that is not finite.
+    """
     tensors = [t for t in state.model.state_dict().values() if t.is_floating_point()]
     finite = torch.stack([t.isfinite().all() for t in tensors]).all()
     return not bool(distributed.all_reduce_sum_((~finite).float().reshape(1)))
 
 
 def _finish_epoch_(state: TrainState) -> None:
-    """Compute the mean loss of each head over the epoch and all workers.
+    """Compute the mean loss of each cluster head over the epoch and all workers.
 
-    The means are stored in ``state.head_losses``, which is not changed if all steps
-    were skipped. The sums in ``state.epoch_losses`` become zero.
+    This happens in place at the end of an epoch. The means are stored in
+    ``state.head_losses``, which is not changed if all steps were skipped. The sums in
+    ``state.epoch_losses`` become zero.
     """
     *_, count = sums = distributed.all_reduce_sum_(state.epoch_losses)
     means = torch.where(count > 0, sums[:-1] / count, state.head_losses)
@@ -432,7 +484,13 @@ def _collect_metrics_(
 ) -> dict[str, Any]:
     """Return a line of metrics on the steps since the last line, over all workers.
 
-    The window of the loss in ``state`` and the times in ``timer`` begin anew.
+    The sum of losses in ``state.window_loss`` and the times in ``timer`` begin anew.
+
+    Args:
+        phase: The phase that is trained.
+        state: The state of training.
+        lr: The learning rate of the last step.
+        timer: The times of the steps.
 
     Returns:
         Values by name. "loss" is the mean over the steps, NaN if all were skipped.
@@ -480,16 +538,16 @@ class StepTimer:
         self.restart()
 
     def restart(self) -> None:
-        """Forget the measurements so far, and measure the steps from here on."""
+        """Forget the times measured so far, and measure the steps from here on."""
         self._window_start, self._window_step = time.perf_counter(), self._state.step
         self._own_s, self._waited_before = 0.0, self._waited_s()
 
     def begin_step(self) -> None:
-        """Note that a step begins. Its batch is read next."""
+        """Note the time at which a training step begins, before its batch is read."""
         self._step_start = time.perf_counter()
 
     def collect(self, images_per_step: int) -> dict[str, float]:
-        """Return what all ranks measured since the last call, and restart.
+        """Return times and throughput of the steps since the last call, and restart.
 
         All ranks must call this, because it gathers their times.
 
@@ -500,12 +558,12 @@ class StepTimer:
             Values by name. "images_per_s" is images per second over all ranks, and
             "step_ms" milliseconds per step. With several ranks,
             "images_per_s_per_device" is images per second and rank. "rank_ms_min",
-            "rank_ms_median" and "rank_ms_max" are milliseconds from the begin of a
-            step to the end of a rank's forward pass. "slow_rank" is the slowest rank,
-            if it needs more than 1.3 times the median. "data_wait", only for streamed
-            data, is the largest share of the time in which a rank waited for data,
-            0-1. "peak_memory_gb", only on GPUs, is the largest memory of a GPU so far,
-            in GB.
+            "rank_ms_median" and "rank_ms_max" are milliseconds from the begin of a step
+            to the end of a rank's forward pass. "slow_rank" is the slowest rank, if it
+            needs more than 1.3 times the median. "data_wait", only for streamed data,
+            is the largest share of the time in which a rank waited for data, 0-1.
+            "peak_memory_gb", only on GPUs, is the largest memory of a GPU so far, in
+            GB.
         """
         device = self._state.device
         seconds = time.perf_counter() - self._window_start
@@ -544,7 +602,11 @@ class StepTimer:
         return float(getattr(self._batches, "waited_s", 0.0))
 
     def _end_own_work(self, *_: Any) -> None:
-        """Count the time since the step began, after its first forward pass only."""
+        """Add the time since the step began to this rank's working time.
+
+        This is a forward hook of the module. Only the first forward pass in a step
+        counts, because afterwards the rank waits for the other ranks.
+        """
         if self._step_start is not None:
             self._own_s += time.perf_counter() - self._step_start
             self._step_start = None
@@ -554,7 +616,15 @@ class StepTimer:
 def _detect_anomalies(
     config: Config, phase: Phase, state: TrainState
 ) -> Iterator[None]:
-    """Turn on PyTorch's anomaly detection inside the block, if the configuration asks.
+    """Turn on PyTorch's anomaly detection in a ``with`` block of training.
+
+    It is on if ``compute.detect_anomaly`` is set. PyTorch then stops at the first
+    backward pass that returns a NaN.
+
+    Args:
+        config: The configuration of the run.
+        phase: The phase that is trained, for the error message.
+        state: The state of training, which has the number of the step.
 
     Raises:
         NumericsError: ``compute.detect_anomaly`` is set, and a backward pass met a NaN.
@@ -572,7 +642,7 @@ def _detect_anomalies(
 
 @contextmanager
 def write_profile(phase: str, worker: Worker, storage: Storage) -> Iterator[None]:
-    """Profile the steps of a ``with`` block, and write the files of ``train.profile``.
+    """Profile the training steps of a ``with`` block, and write the result files.
 
     The files are ``profile/PHASE.json``, a trace for Perfetto; ``profile/PHASE.txt``,
     PyTorch's table of the operators that took most time; and on CUDA

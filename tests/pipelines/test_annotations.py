@@ -1,13 +1,19 @@
 """Predictions for annotation tools, from the command to the files."""
 
+import csv
 import json
+from collections import Counter
 from xml.etree import ElementTree
 
+import pyarrow.parquet as pq
 import pytest
 
 from pipelines import cli
 from tests.uno.data.builders import write_images
 from tests.uno.models import write_model
+from uno.config import DataConfig
+from uno.data.sources import read_rows
+from uno.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +44,7 @@ def test_label_studio_gets_tasks_with_predictions_and_a_configuration(
 ):
     export(predicted, tmp_path, "label-studio")
     tasks = json.loads((tmp_path / "label-studio.json").read_text())
-    assert [task["data"]["id"] for task in tasks] == [
+    assert [task["data"]["image_id"] for task in tasks] == [
         *("a b.png", "c&d.png", "sub/é.png", "z.png")
     ]
     place = "/data/local-files/?d=" + str(predicted / "images")[1:]
@@ -83,6 +89,51 @@ def test_images_can_be_named_by_a_url(predicted, tmp_path):
     export(predicted, tmp_path, "label-studio", "--images", url)
     tasks = json.loads((tmp_path / "label-studio.json").read_text())
     assert tasks[0]["data"]["image"] == "https://example.org/photos/a%20b.png"
+
+
+def test_a_table_for_spreadsheets_has_a_row_of_each_image(predicted, tmp_path):
+    export(predicted, tmp_path, "csv")
+    with (tmp_path / "predictions.csv").open(encoding="utf-8-sig", newline="") as file:
+        rows = [*csv.DictReader(file)]
+    assert [row["status"] for row in rows].count("bad") == 1 and len(rows) == 5
+
+
+@pytest.fixture
+def digits(tmp_path):
+    """A run with predictions of its own data, the digits."""
+    write_model(tmp_path / "run")
+    run("predict", tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_answers_of_people_name_classes_and_are_labels(digits, tmp_path, capsys):
+    """The file that Label Studio exports holds the tasks with annotations."""
+    run("export", digits, "--format", "label-studio", "--images", "/images")
+    tasks = json.loads((digits / "label-studio.json").read_text())
+    results = [task["predictions"][0]["result"][0] for task in tasks]
+    old = [result["value"]["choices"][0] for result in results]
+    ((name, num),) = Counter(n for n in old if n.startswith("novel")).most_common(1)
+    for task, result, predicted in zip(tasks, results, old, strict=True):
+        answer = "owl" if predicted == name else predicted
+        result = result | {"value": {"choices": [answer]}}
+        task["annotations"] = [{"result": [result], "was_cancelled": False}]
+    file = tmp_path / "project.json"
+    file.write_text(json.dumps(tasks))
+    run("classes", digits, "--from", file)
+    assert f"{name}: {num} of {num} labels are 'owl'" in capsys.readouterr().out
+    assert not (digits / "classes.yaml").exists()
+    run("classes", digits, "--from", file, "--apply")
+    table = pq.read_table(digits / "predictions").to_pylist()
+    assert [row["class_name"] for row in table].count("owl") == num
+    rows = read_rows(DataConfig(source="digits", labels=str(file)))
+    assert rows.labels.to_pylist().count("owl") == num
+
+
+def test_labels_of_other_images_name_no_class(digits, tmp_path, capsys):
+    (tmp_path / "labels.csv").write_text("id,label\nother.png,owl\n")
+    argv = ["classes", str(digits), "--from", str(tmp_path / "labels.csv")]
+    assert cli.main(argv) == ConfigError.exit_code
+    assert "'other.png'" in capsys.readouterr().err
 
 
 def test_a_run_without_predictions_is_refused(predicted, tmp_path, caplog, capsys):

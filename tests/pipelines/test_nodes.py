@@ -137,7 +137,10 @@ def reproduce(ray, config, monkeypatch):
     monkeypatch.setattr(tables.ray_env, "connect", lambda: nullcontext(ray))
     own = SimpleNamespace(runner="ray", parallel=None)
     compute = config.compute.model_copy(update={"num_workers": 0})
-    with tables._runner(SimpleNamespace(compute=compute, args=own)) as (start, number):
+    with tables.cell_runner(SimpleNamespace(compute=compute, args=own)) as (
+        start,
+        number,
+    ):
         return start.args[1]["num_gpus"], number
 
 

@@ -21,7 +21,7 @@ from tests.pipelines.small import (
     wait_for,
     write_images,
 )
-from uno.data import embeddings
+from uno.data import array_files
 from uno.data.embeddings import write_vectors
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
@@ -186,7 +186,7 @@ def test_two_workers_find_the_classes_of_vectors_that_one_process_finds(
     class. Kills: rows, partners or shares that reach a worker in another order, views
     drawn by worker, vectors that a worker reads from elsewhere.
     """
-    monkeypatch.setattr(embeddings, "MAPPED_BYTES", 0)
+    monkeypatch.setattr(array_files, "MAPPED_BYTES", 0)
     generator, truth = np.random.default_rng(0), np.arange(600) % 6
     values = 2 * generator.normal(size=(6, 16))[truth] + generator.normal(
         size=(600, 16)

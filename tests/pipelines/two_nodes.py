@@ -30,7 +30,7 @@ from uno.config import override
 from uno.data.files import Storage
 from uno.data.images import InMemory
 from uno.data.sampling import make_pretrain_plan
-from uno.data.stream import CropJob, StreamSet, crop_local, decode_here
+from uno.data.stream import CropJob, StreamedImages, StreamSet, crop_local
 from uno.data.unreadable import BadRows
 from uno.presets import preset
 
@@ -96,8 +96,8 @@ def stream_rows(
         labels, none = torch.zeros(rows, dtype=torch.int64), np.empty(0, np.int64)
         crop = partial(crop_local, threads=1)
         images = InMemory(paths).take(numbers)
-        how = bad, crop, decode_here(config, images)
-        train = StreamSet(images, np.arange(rows), labels, none, 1, 1, *how)
+        source = StreamedImages.of(config, images, bad)
+        train = StreamSet(source, np.arange(rows), labels, none, 1, 1, crop)
         job = CropJob(config, train, plan, 0, 1, 0, plan.steps_per_epoch)
         on_ray = ray_data.crop_on_ray(ray, ray.put(images), limits)
         for note in notes.iterdir():

@@ -120,7 +120,7 @@ def test_a_sweep_that_goes_on_holds_out_what_it_held_out(tmp_path):
     )
     by_default = by_default._replace(config=asked.config)
     found = [
-        driver._resolved(options)[0].config.data.validation_fraction
+        driver.open_sweep_data(options)[0].config.data.validation_fraction
         for options in (by_default, asked)
     ]
     assert found == [0, 0.1]
@@ -187,13 +187,13 @@ def test_own_images_decide_for_a_sweep_as_for_a_run(tmp_path, monkeypatch):
     options = sweep_options(
         parse([*words, "--output", str(tmp_path / "s"), "--device", "cpu"], TUNE)
     )
-    found, task = driver._resolved(options)
+    found, task = driver.open_sweep_data(options)
     assert found.config.augment.large.size == found.overrides["data.stored_size"] == 12
     assert (found.config.discover.epochs, found.asha["grace_epochs"]) == (18, 3)
     folds = make_folds(
         driver.load_data(found, task, None, Storage(str(tmp_path))), "folds", 2, 0
     )
-    fitted = driver._fitted(
+    fitted = driver.with_fitting_batch(
         found._replace(config=override(found.config, {"train.batch_size": 500})), folds
     )
     rows = sum(folds[0].sizes)

@@ -228,14 +228,14 @@ def test_what_does_not_fit_is_streamed(
         ("streaming", 10**12, "streaming"),
     ):
         monkeypatch.setattr(resources, "free_host_bytes", lambda free=free: int(free))
-        found, _ = driver._resolved(make(tmp_path, "--data.loading", told))
+        found, _ = driver.open_sweep_data(make(tmp_path, "--data.loading", told))
         assert found.config.data.loading == loading
         assert (
             f"memory: {resources.HOW[loading]}" in (out := capsys.readouterr().out)
             and says in out
         )
     open_sweep(found, Storage(str(found.config.output)), "0" * 64, 2)
-    assert driver._resolved(make(tmp_path))[0].config.data.loading == "streaming"
+    assert driver.open_sweep_data(make(tmp_path))[0].config.data.loading == "streaming"
 
 
 def test_features_in_a_file_are_those_in_memory(tmp_path):
@@ -262,7 +262,9 @@ def test_features_in_a_file_are_those_in_memory(tmp_path):
 
 def test_trials_share_the_vectors_alone(tmp_path):
     """Kills: views of all rows that are computed before trials start."""
-    options, _ = driver._resolved(vector_options(tmp_path, "--discover.epochs", "2"))
+    options, _ = driver.open_sweep_data(
+        vector_options(tmp_path, "--discover.epochs", "2")
+    )
     data = load(options)
     assert data.images.shape[1:] == (1, 16)
     (fold, *_), config = folds_of(data, options.config), options.config

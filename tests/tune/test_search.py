@@ -129,7 +129,7 @@ def test_early_stopping_remembers_earlier_trials(tmp_path, rule):
     """Kills: a continued sweep whose first trial meets empty rungs and survives, a
     rule that pauses.
     """
-    from tune.search import Past, scheduler
+    from tune.search import EarlierTrial, scheduler
 
     options = tiny_options(tmp_path, "--scheduler", rule, "--grace-epochs", "1")
     lines = [{"epoch": epoch, "score": 0.9} for epoch in (1, 2, 3)]
@@ -139,7 +139,7 @@ def test_early_stopping_remembers_earlier_trials(tmp_path, rule):
         (before, 0.95, "CONTINUE"),
         ([], 0.1, "CONTINUE"),
     ):
-        found, new = scheduler(options, 9, past), Past(9)
+        found, new = scheduler(options, 9, past), EarlierTrial(9)
         found.on_trial_add(None, new)
         assert (
             found.on_trial_result(None, new, {"epoch": 1, "score": score}) == expected
@@ -297,11 +297,11 @@ def test_a_searcher_of_ray_tune_is_asked_and_told(tmp_path, capsys):
     ],
 )
 def test_what_is_no_searcher_is_one_line(tmp_path, name, says):
-    from tune.search import Asked
+    from tune.search import OtherSearcher
 
     with pytest.raises(ConfigError, match=says):
         options = tiny_options(tmp_path, "--search", name)
-        Asked(options.search, options.space, 0)
+        OtherSearcher(options.search, options.space, 0)
 
 
 def test_optuna_is_told_what_happened_before(sweep):
@@ -337,9 +337,9 @@ def rays_optuna():
 def test_a_searcher_learns(name):
     """Kills: scores with the other sign, or that nobody is told."""
     pytest.importorskip("optuna")
-    from tune.search import Asked
+    from tune.search import OtherSearcher
 
-    asked, found = Asked(name, UNO, 0), []
+    asked, found = OtherSearcher(name, UNO, 0), []
     for index in range(60):
         values = asked.values(index)
         found.append(values["objective.epsilon"])

@@ -14,12 +14,12 @@ from tune.records import PartStorage
 from tune.score import make_folds
 from tune.trial import (
     check_starts,
+    missing_pretrainings,
     note_failure,
     pretrain,
     pretrain_key,
     pretrained_directory,
     shared_name,
-    shared_pretrainings,
 )
 from uno.config import field_names, field_traits, override
 from uno.data.files import Storage
@@ -177,11 +177,11 @@ def test_trials_share_the_pretrainings_that_their_values_leave_alone(
     trials = [{"model.num_heads": 2}, {"model.num_heads": 3}, {"model.width": 8}]
     trials.append({"train.batch_size": 5000})  # too large for the fold
     rows = make_folds(tiny_data(options.config), "folds", 1, 0)
-    jobs = shared_pretrainings(options, rows, trials, storage)
+    jobs = missing_pretrainings(options, rows, trials, storage)
     assert [job.config.model.width for job in jobs] == [4, 8]
     worker, name = LocalWorker(CPU), shared_name(jobs[0].key)
     pretrain(jobs[0].config, fold, worker, PartStorage(storage, name))
-    left = shared_pretrainings(options, rows, trials, storage)
+    left = missing_pretrainings(options, rows, trials, storage)
     assert [job.key for job in left] == [jobs[1].key]
     found = [
         pretrained_directory(

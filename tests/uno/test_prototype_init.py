@@ -1,6 +1,7 @@
 """Clusters that discovery starts from, against data whose classes are known."""
 
 from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -28,8 +29,7 @@ from uno.data.files import Storage
 from uno.data.memory import TrainSet
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
-from uno.data.stream import StreamSet, decode_here, stream_facts, streaming_set
-from uno.data.unreadable import BadRows
+from uno.data.stream import streaming_set
 from uno.errors import ConfigError
 from uno.model import build_network
 from uno.results.metrics import cluster_accuracy, confusion, purity
@@ -139,12 +139,8 @@ def test_few_or_equal_rows_are_clustered_too():
 def streamed(config, tmp_path):
     """The small set as one that is not loaded."""
     task = make_task(read_rows(config.data), config.data)
-    facts = stream_facts(task)
-    bad = BadRows(facts.pop("ids"), task.rows.images, 0.1, Storage(str(tmp_path)))
-    decode = decode_here(config, task.rows.images)
-    return StreamSet(
-        **facts, bad=bad, crop=lambda job: pytest.fail("cropped"), decode=decode
-    )
+    train = streaming_set(config, task, Storage(str(tmp_path)))
+    return replace(train, crop=lambda job: pytest.fail("cropped"))
 
 
 def test_features_of_streamed_rows_are_those_of_resident_ones(tmp_path, monkeypatch):

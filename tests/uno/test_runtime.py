@@ -16,7 +16,7 @@ from uno.encoders import runtimes as runtime
 from uno.encoders.build import build_encoder
 from uno.encoders.runtimes import BUILD, Plan, Runtime, choose_runtime
 from uno.errors import ConfigError
-from uno.runs.hardware import _processor_field, at_speed
+from uno.runs.hardware import _processor_field
 
 CPU = torch.device("cpu")
 
@@ -96,10 +96,10 @@ def test_a_runtime_gives_the_features_of_pytorch(name):
     if NEEDS[name]:
         pytest.skip(f"needs {', '.join(NEEDS[name])}")
     encoder, images = encoder_of(), images_of(13)
-    fast = at_speed(encoder, Plan(name), threads=2)
+    fast = Runtime(encoder, Plan(name), threads=2)
     found = fast(images)
     torch.testing.assert_close(found, encoder(images), rtol=1e-4, atol=1e-5)
-    again = at_speed(encoder, fast.plan, threads=1)
+    again = Runtime(encoder, fast.plan, threads=1)
     assert torch.equal(again(images[:5]), found[:5])
 
 

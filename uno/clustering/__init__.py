@@ -1,4 +1,4 @@
-"""Clustering: k-means, neighbors, and what the known classes tell about novel ones.
+"""Cluster features: k-means, nearest neighbors, and estimates from known classes.
 
 :mod:`~uno.clustering.frozen` is the default method for frozen features, and
 :mod:`~uno.clustering.num_classes` estimates how many novel classes they hold.

@@ -72,14 +72,17 @@ class FrozenClusters:
     """Clusters of frozen features.
 
     Attributes:
-        space: The space in which rows are compared with the prototypes.
-        prototypes: Unit directions (C_l + C_u, P) of the classes, known ones first. A
-            row is zero if there were fewer distinct rows than classes.
-        agreement: Shares (A,) of the unlabeled rows on which other clusterings agree
-            with this one, in the order of :func:`measure_agreement`; empty if there
-            were too few rows.
-        similar: Pairs of novel classes that mix most, float64 (n, 3): the indices of
-            both among the novel classes, and their mixing.
+        space: The map to the coordinates in which rows are compared with the
+            prototypes.
+        prototypes: The directions (unit vectors) of the means of C_l known and then C_u
+            novel classes, (C_l + C_u, P). A row is zero if there were fewer distinct
+            rows than classes.
+        agreement: The share of the unlabeled rows on which each of A other clusterings
+            agrees with this one, (A,), in the order of :func:`measure_agreement`; empty
+            if there were too few rows.
+        similar: Pairs of novel classes with the most neighbors in each other, float64
+            (n, 3): the indices of both among the novel classes, and their mixing
+            (:func:`uno.clustering.neighbors.compute_mixing`).
     """
 
     space: FeatureSpace
@@ -96,18 +99,20 @@ def discover_clusters(
     gcd: bool,
     seed: int,
 ) -> FrozenClusters:
-    """Find the clusters of all classes, on the CPU.
+    """Cluster features into known and novel classes, on the CPU, by all four steps.
 
     Args:
         labeled: Features (N_l, D) of labeled rows.
-        labels: Their classes int64 (N_l,), 0 to C_l - 1; each class has a row.
-        unlabeled: Features (N_u, D), with more rows than there are clusters.
+        labels: The known classes of these rows, int64 (N_l,), 0 to C_l - 1. Each class
+            has a row.
+        unlabeled: Features (N_u, D) of unlabeled rows, which must be more than there
+            are clusters.
         num_novel: Number of novel classes C_u. The result has exactly as many.
         gcd: Whether unlabeled rows can belong to known classes.
         seed: Seed of k-means and of random halves.
 
     Returns:
-        The clusters, with what is known about their quality.
+        The prototypes of all classes, and how far other clusterings agree with them.
     """
     features = torch.cat([labeled, unlabeled])
     principal = fit_principal_space(features)
@@ -125,7 +130,15 @@ def discover_clusters(
 
 
 def fit_principal_space(features: Tensor) -> FeatureSpace:
-    """Return the leading principal directions of the unit features (N, D)."""
+    """Fit the map of features to their leading principal directions.
+
+    Args:
+        features: Features (N, D), which are scaled to length one first.
+
+    Returns:
+        The map to coordinates (N, P). It subtracts the mean, and P is at most
+        ``MAX_DIRECTIONS`` and D.
+    """
     step = -(-len(features) // MAX_FITTED_ROWS)
     rows = F.normalize(features[::step].float(), dim=1)
     directions = principal_components(rows)[2][:, :MAX_DIRECTIONS].float()
@@ -133,15 +146,18 @@ def fit_principal_space(features: Tensor) -> FeatureSpace:
 
 
 def fit_whitening(rows: Tensor, labels: Tensor) -> Tensor:
-    """Return the inverse root of the covariance within the known classes.
+    """Fit the matrix that whitens rows by the covariance within the known classes.
+
+    Rows times this matrix have about the same variance in all directions within a
+    class.
 
     Args:
         rows: Labeled rows (N, P).
-        labels: Their classes int64 (N,).
+        labels: The known classes of the rows, int64 (N,).
 
     Returns:
-        A symmetric matrix (P, P): the inverse square root of the covariance plus
-        ``SHRINKAGE`` times its mean eigenvalue.
+        A symmetric matrix (P, P): the inverse square root of the within-class
+        covariance, to whose diagonal ``SHRINKAGE`` times its mean eigenvalue was added.
     """
     member = F.one_hot(labels).double()
     rows = rows.double()
@@ -154,10 +170,14 @@ def fit_whitening(rows: Tensor, labels: Tensor) -> Tensor:
 
 
 def size_variation(labels: Tensor) -> float:
-    """Return the coefficient of variation of the known classes' sizes.
+    """Return the coefficient of variation of the sizes of the known classes.
 
-    It is the standard deviation of the sizes divided by their mean: 0 for equal sizes.
-    ``labels`` (N,) holds classes, or FREE for unlabeled rows.
+    It is the standard deviation of their numbers of rows, divided by the mean: 0 for
+    classes of equal size.
+
+    Args:
+        labels: Known classes int64 (N,), or ``FREE`` (-1) for unlabeled rows, which do
+            not count.
     """
     sizes = labels[labels != FREE].bincount().double()
     return float(sizes.std(correction=0) / sizes.mean())
@@ -165,16 +185,18 @@ def size_variation(labels: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Clustering:
-    """Rows to cluster, with the neighbors that all steps share.
+    """Labeled and unlabeled rows to cluster, with the neighbors that all steps share.
 
     Attributes:
-        points: Unit rows (N, P), labeled and unlabeled ones.
-        labels: Their classes int64 (N,), or FREE.
+        points: The rows, scaled to length one, (N, P).
+        labels: The known class of each row int64 (N,), or ``FREE`` (-1) for unlabeled
+            rows.
         num_novel: Number of novel classes C_u.
         gcd: Whether unlabeled rows can belong to known classes.
-        clustered: Mask (N,) of the rows that take part: all rows of generalized
+        clustered: Mask (N,) of the rows that are clustered: all rows in generalized
             category discovery, otherwise the unlabeled rows.
-        neighbors: Nearest neighbors (n, k) among the rows that take part.
+        neighbors: The k nearest neighbors of each clustered row among the n clustered
+            rows, as their indices, int64 (n, k).
     """
 
     points: Tensor
@@ -188,10 +210,15 @@ class Clustering:
     def of(
         cls, points: Tensor, labels: Tensor, num_novel: int, gcd: bool
     ) -> "Clustering":
-        """Make a clustering, and find the neighbors of the rows that take part.
+        """Prepare rows to be clustered, and find their nearest neighbors.
 
-        In GCD all rows take part, in NCD the unlabeled ones. The arguments are the
-        attributes of the class.
+        Args:
+            points: The labeled and unlabeled rows, scaled to length one, (N, P).
+            labels: The known class of each row int64 (N,), or ``FREE`` (-1) for
+                unlabeled rows.
+            num_novel: Number of novel classes.
+            gcd: Whether unlabeled rows can belong to known classes. If so, all rows are
+                clustered, otherwise the unlabeled ones alone.
         """
         clustered = (labels == FREE) | gcd
         neighbors = find_neighbors(points[clustered])
@@ -199,29 +226,32 @@ class Clustering:
 
     @property
     def num_known(self) -> int:
-        """Number of known classes C_l."""
+        """Number of known classes C_l, of which the labeled rows are."""
         return int(self.labels.max()) + 1
 
     @property
     def num_classes(self) -> int:
-        """Number of known and novel classes."""
+        """Number of known and novel classes together, C_l + C_u."""
         return self.num_known + self.num_novel
 
     def partition(
         self, kind: str, num_novel: int, num_starts: int, seed: int
     ) -> Tensor:
-        """Cluster the rows without merging.
+        """Cluster the rows by k-means, without merging clusters afterwards.
 
         Args:
-            kind: ``KMEANS`` of the rows, ``SMOOTHED`` of the means of rows and their
-                neighbors, or ``SPECTRAL`` of coordinates of the neighbor graph.
-            num_novel: Number of novel clusters.
-            num_starts: Starts of k-means.
+            kind: What k-means clusters: ``KMEANS`` ("k-means") the rows, ``SMOOTHED``
+                ("smoothed k-means") the means of rows and their nearest neighbors,
+                ``SPECTRAL`` ("spectral clustering") spectral coordinates of the
+                neighbor graph.
+            num_novel: Number of novel clusters to find.
+            num_starts: Number of starts of k-means, of which the best counts.
             seed: Seed of k-means.
 
         Returns:
-            Clusters int64 (N,) of all rows: labeled rows are in the cluster of their
-            class, and unlabeled rows in a known cluster only if ``gcd``.
+            The cluster of each row, int64 (N,). The first C_l clusters are the known
+            classes: they hold the labeled rows, and unlabeled rows only if ``gcd``. The
+            novel clusters follow.
         """
         rows, labels = self.points[self.clustered], self.labels[self.clustered]
         num_clusters = num_novel + (self.num_known if self.gcd else 0)
@@ -239,11 +269,19 @@ class Clustering:
         return clusters
 
     def run(self, seed: int, num_starts: int = NUM_STARTS) -> Tensor:
-        """Return the clusters int64 (N,) of the whole pipeline.
+        """Cluster the rows by the whole pipeline: smoothing, k-means and merging.
 
         The number of clusters before merging grows with the variation of the known
         classes' sizes. The factors were chosen on other data sets:
         docs/results/clustering.md.
+
+        Args:
+            seed: Seed of k-means.
+            num_starts: Number of starts of k-means, of which the best counts.
+
+        Returns:
+            The cluster of each row, int64 (N,), 0 to C_l + C_u - 1: the known classes
+            first, then the novel clusters.
         """
         extra = min(MAX_EXTRA, EXTRA_PER_VARIATION * size_variation(self.labels))
         num_free = int((self.labels == FREE).sum())
@@ -253,15 +291,15 @@ class Clustering:
         return self.merged(clusters, num_start - self.num_novel)
 
     def merged(self, clusters: Tensor, num_merges: int) -> Tensor:
-        """Merge clusters until ``num_classes`` are left, by :func:`merge_clusters`.
+        """Merge the clusters with the most neighbors in each other, pair by pair.
 
         Args:
-            clusters: Clusters int64 (N,) of all rows, 0 to ``num_classes + num_merges``
-                - 1.
+            clusters: The cluster of each row, int64 (N,). There are ``num_merges`` more
+                clusters than known and novel classes.
             num_merges: Number of merges.
 
         Returns:
-            The merged cluster int64 (N,) of each row.
+            The cluster of each row after all merges, int64 (N,), 0 to C_l + C_u - 1.
         """
         if not num_merges:
             return clusters
@@ -275,24 +313,29 @@ class Clustering:
     def links_and_sizes(
         self, clusters: Tensor, num_clusters: int
     ) -> tuple[Tensor, Tensor]:
-        """Count the links between clusters, and their rows.
+        """Count the nearest neighbors between clusters, and the rows of each cluster.
 
-        Only the rows that take part count: in GCD all rows, in NCD the unlabeled ones.
+        In generalized category discovery all rows count, otherwise the unlabeled ones.
 
         Args:
-            clusters: Clusters int64 (N,) of all rows, 0 to K - 1.
-            num_clusters: K.
+            clusters: The cluster of each row, int64 (N,), 0 to K - 1.
+            num_clusters: Number of clusters K.
 
         Returns:
-            Links (K, K) of :func:`uno.clustering.neighbors.count_links`, and numbers of
-            rows (K,).
+            Two int64 tensors. The first, (K, K), has at (a, b) how many nearest
+            neighbors of the rows of cluster a are in cluster b. The second has the
+            number of rows of each cluster, (K,).
         """
         clusters = clusters[self.clustered]
         sizes = clusters.bincount(minlength=num_clusters)
         return count_links(self.neighbors, clusters, num_clusters), sizes
 
     def subset(self, chosen: Tensor) -> "Clustering":
-        """Return the clustering of the rows at indices ``chosen`` (n,), ascending."""
+        """Return the same task for a part of the rows, with neighbors among these.
+
+        Args:
+            chosen: Indices of the rows to keep, int64 (n,), in ascending order.
+        """
         if len(chosen) == len(self.labels):
             return self
         return Clustering.of(
@@ -300,14 +343,18 @@ class Clustering:
         )
 
     def similar_pairs(self, clusters: Tensor) -> Tensor:
-        """Return the pairs of novel clusters that mix most, the most first.
+        """Return the pairs of novel clusters with the most neighbors in each other.
+
+        Such pairs may be parts of one class.
 
         Args:
-            clusters: Clusters int64 (N,) of all rows.
+            clusters: The cluster of each row, int64 (N,).
 
         Returns:
-            float64 (n, 3), at most ``MAX_SIMILAR_PAIRS`` rows: the indices of both
-            among the novel clusters, and their mixing, which is above 0.
+            float64 (n, 3), with at most ``MAX_SIMILAR_PAIRS`` pairs, the most similar
+            first: the indices of both among the novel clusters, and their mixing, which
+            is above 0. It is the number of nearest neighbors that they have in each
+            other, divided by the number expected if their rows were divided at random.
         """
         mixed = compute_mixing(*self.links_and_sizes(clusters, self.num_classes))[
             self.num_known :, self.num_known :
@@ -321,23 +368,25 @@ class Clustering:
 def merge_clusters(
     links: Tensor, sizes: Tensor, cosines: Tensor, num_known: int, num_merges: int
 ) -> Tensor:
-    """Merge the two clusters that mix most (:func:`compute_mixing`), again and again.
+    """Merge the two clusters with the most neighbors in each other, again and again.
 
-    A novel cluster merges into a known or a novel one; two known clusters never merge.
-    Empty clusters are merged first. Pairs that do not mix at all are ordered by the
-    cosine of their means.
+    The pair with the highest mixing is merged. The mixing of two clusters is the number
+    of nearest neighbors that they have in each other, relative to a random division of
+    their rows, see :func:`uno.clustering.neighbors.compute_mixing`. A novel cluster
+    merges into a known or a novel one; two known clusters never merge. Empty clusters
+    are merged first. Pairs with a mixing of 0 are ordered by the cosine of their means.
 
     Args:
-        links: Links (K, K) between the clusters, of
-            :func:`uno.clustering.neighbors.count_links`.
-        sizes: Number of rows (K,) of each cluster.
-        cosines: Cosines (K, K) of the clusters' means.
-        num_known: Number of known clusters, which come first.
+        links: At (a, b) the number of nearest neighbors of the rows of cluster a that
+            are in cluster b, (K, K), of :func:`uno.clustering.neighbors.count_links`.
+        sizes: Number of rows of each cluster, (K,).
+        cosines: Cosines of the clusters' means, (K, K).
+        num_known: Number of clusters of known classes, which come first.
         num_merges: Number of merges, less than the number of novel clusters.
 
     Returns:
-        The cluster int64 (K,) that contains each of the original clusters at the end,
-        numbered anew without a gap.
+        For each of the K clusters the cluster that contains it at the end, int64 (K,).
+        The remaining clusters are numbered from 0 in the same order, without a gap.
     """
     links, sizes = links.clone(), sizes.clone()
     index = torch.arange(len(sizes))
@@ -371,32 +420,33 @@ def merge_clusters(
 
 
 def cluster_means(rows: Tensor, clusters: Tensor, num_clusters: int) -> Tensor:
-    """Return the directions of the means of clusters.
-
-    The direction of an empty cluster is zero.
+    """Return the mean of the rows of each cluster, scaled to length one.
 
     Args:
-        rows: (N, P).
-        clusters: int64 (N,), the cluster of each row.
-        num_clusters: K.
+        rows: Rows (N, P).
+        clusters: The cluster of each row, int64 (N,), 0 to K - 1.
+        num_clusters: Number of clusters K.
 
     Returns:
-        (K, P), rows of length one.
+        (K, P). It is zero for an empty cluster.
     """
     sums = torch.zeros(num_clusters, rows.shape[1]).index_add_(0, clusters, rows)
     return F.normalize(sums, dim=1)
 
 
 def find_correct_rows(truth: Tensor, clusters: Tensor, num_classes: int) -> Tensor:
-    """Tell which rows are right under the best one-to-one matching.
+    """Return which rows are in the cluster that is matched with their class.
+
+    Clusters are matched one to one with classes so that as many rows as possible are
+    correct.
 
     Args:
-        truth: Classes int64 (N,).
-        clusters: Clusters int64 (N,).
-        num_classes: Number of classes and of clusters.
+        truth: The true class of each row, int64 (N,).
+        clusters: The cluster of each row, int64 (N,).
+        num_classes: Number of classes, which is also that of clusters.
 
     Returns:
-        Mask (N,): whether the class matched with the row's cluster is its class.
+        Mask, bool (N,).
     """
     pairs = truth * num_classes + clusters
     counts = torch.bincount(pairs, minlength=num_classes**2)
@@ -408,7 +458,7 @@ def find_correct_rows(truth: Tensor, clusters: Tensor, num_classes: int) -> Tens
 def measure_agreement(
     clustering: Clustering, rows: Tensor, clusters: Tensor, seed: int
 ) -> Tensor:
-    """Measure how far other clusterings of the same rows agree with the result.
+    """Measure how far other clusterings of the same rows agree with a clustering.
 
     The other clusterings are, in this order: k-means, smoothed k-means and spectral
     clustering of the rows as they are; k-means and spectral clustering of the whitened
@@ -416,14 +466,15 @@ def measure_agreement(
     halves of the unlabeled rows, after which all rows go to the nearest mean.
 
     Args:
-        clustering: The whitened rows.
-        rows: The same rows (N, P) before whitening.
-        clusters: The result's clusters int64 (N,).
+        clustering: The rows, whitened within the known classes, with their labels.
+        rows: The same rows before whitening, (N, P).
+        clusters: The clustering to compare with: the cluster of each row, int64 (N,).
         seed: Seed of k-means and of the random halves.
 
     Returns:
-        The share (A,) of unlabeled rows on which each agrees, under the best one-to-one
-        matching of clusters; empty if there are too few rows for a half.
+        For each of the A other clusterings the share of unlabeled rows on which it
+        agrees, 0 to 1, under the best one-to-one matching of clusters; (A,). It is
+        empty if a half would have too few rows.
     """
     chosen = _sample(clustering.labels, MAX_COMPARED_ROWS)
     whitened, clusters = clustering.subset(chosen), clusters[chosen]
@@ -455,14 +506,14 @@ def measure_agreement(
 
 
 def cluster_without_half(clustering: Clustering, seed: int) -> Tensor:
-    """Cluster without half of the unlabeled rows, then assign all unlabeled rows.
+    """Cluster without a random half of the unlabeled rows, then assign all rows.
 
-    The half is random, and all labeled rows are kept. Every unlabeled row is assigned
-    to the cluster whose mean has the largest cosine with it. In NCD clusters of known
-    classes are excluded.
+    All labeled rows are kept. Afterwards every unlabeled row is assigned to the cluster
+    whose mean has the largest cosine with it. If unlabeled rows cannot belong to known
+    classes, the clusters of these are excluded.
 
     Args:
-        clustering: The rows of the clustering to compare with.
+        clustering: The labeled and unlabeled rows to cluster.
         seed: The seed of the half and of k-means.
 
     Returns:
@@ -483,9 +534,15 @@ def cluster_without_half(clustering: Clustering, seed: int) -> Tensor:
 
 
 def _sample(labels: Tensor, max_rows: int) -> Tensor:
-    """Return indices of evenly spaced rows, in ascending order.
+    """Choose evenly spaced labeled rows, and evenly spaced unlabeled rows.
 
-    There are at most ``max_rows`` of the labeled rows, and of the unlabeled ones.
+    Args:
+        labels: The known class of each row int64 (N,), or ``FREE`` (-1) for unlabeled
+            rows.
+        max_rows: The largest number of labeled rows, and of unlabeled rows.
+
+    Returns:
+        The indices of the chosen rows, int64 (n,), in ascending order.
     """
     kinds = ((labels != FREE).nonzero().flatten(), (labels == FREE).nonzero().flatten())
     spaced = [rows[:: -(-len(rows) // max_rows)] for rows in kinds]

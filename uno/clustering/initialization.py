@@ -1,11 +1,10 @@
-"""Initialize the prototypes of discovery, and compute the prior of the classes.
+"""Initialize the prototypes of discovery by k-means, and compute the class prior.
 
 Prototypes start at clusters of the features of the training rows.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -16,10 +15,8 @@ from torch import Tensor
 from uno import distributed
 from uno.clustering.kmeans import FREE, kmeans, seeded_kmeans, whiten
 from uno.config import Config
-from uno.data.decode import DecodedBatch, ok_mask
-from uno.data.images import batches_of, evenly_spaced, spread
-from uno.data.memory import TrainSet
-from uno.data.stream import TrainData, decoded_rows
+from uno.data.memory import Read
+from uno.data.stream import TrainData
 from uno.errors import ConfigError
 from uno.heads import unit
 from uno.methods import load
@@ -27,17 +24,9 @@ from uno.model import UnoModel, features_of
 
 NUM_STARTS = 10
 MAX_ROWS = 20_000  # of each kind that are clustered
-# Limits of the batches of rows in memory, so that workers get about equally many rows.
-MIN_BATCH_ROWS, MAX_BATCHES = 32, 64
 
 Kind = Literal["labeled", "unlabeled"]
 KINDS: tuple[Kind, ...] = ("labeled", "unlabeled")
-Read = Callable[[Sequence[np.ndarray]], Iterator[tuple[Tensor, np.ndarray]]]
-"""Reads images: takes the numbers of the n images of each batch, int64 (n,).
-
-For each batch it yields the images, and bool (n,), which of them could be read. The
-pixels of the others have no meaning.
-"""
 
 
 class FeatureClusters(NamedTuple):
@@ -61,7 +50,7 @@ def cluster_features(
     setting: str | None,
     seed: int,
 ) -> FeatureClusters:
-    """Cluster the features of the unlabeled rows, on the CPU.
+    """Cluster the features of unlabeled rows by k-means, on the CPU.
 
     In the GCD setting there are K = C_l + C_u clusters. They come from k-means on
     whitened principal directions, with the labeled rows fixed to their classes. In
@@ -74,16 +63,18 @@ def cluster_features(
     of k-means miss the best optimum with one seed in six.
 
     Args:
-        unlabeled: Features (N_u, D).
-        labeled: Features (N_l, D).
-        labels: int64 (N_l,), known classes.
-        num_novel: C_u.
-        setting: ``gcd`` or another setting.
+        unlabeled: Features of unlabeled rows, (N_u, D).
+        labeled: Features of labeled rows, (N_l, D).
+        labels: The known classes of the labeled rows, int64 (N_l,).
+        num_novel: The number of novel classes C_u.
+        setting: ``gcd`` if unlabeled rows may belong to known classes, otherwise
+            another text or None.
         seed: The seed of k-means.
 
     Returns:
-        The clusters. A cluster without unlabeled rows counts as one row in the prior,
-        so that its output can still get rows later.
+        The cluster of each unlabeled row, the centers, and the shares of rows in the
+        clusters as class prior. A cluster without unlabeled rows counts as one row in
+        the prior, so that its output can still get rows later.
     """
     rest = F.normalize(unlabeled.cpu().float(), dim=1)
     points, labels = (
@@ -110,23 +101,25 @@ def cluster_features(
 
 
 def shrink_prior(prior: Tensor, found: Tensor, true: Tensor) -> Tensor:
-    """Move the shares of k-means clusters toward equal shares.
+    """Move the shares of rows in k-means clusters toward equal shares.
 
-    The known classes tell how far k-means can be trusted. The labeled rows are
-    clustered, too, and the shares of their clusters are compared with the true shares.
-    Shares are taken relative to an equal share, minus one. Their variance v comes from
-    the sizes of the classes and from the error of k-means. If that error has the mean
-    square e, the part max(0, 1 - e / v) is kept (James and Stein, 1961). That is 99%
-    for Caltech-24, and nothing for CIFAR10 at 96 px.
+    The result is a class prior. The known classes tell how far the sizes of k-means
+    clusters can be trusted. The labeled rows are clustered, too, and the shares of rows
+    in their clusters are compared with those in their classes. Shares are taken
+    relative to an equal share, minus one. Their variance v comes from the sizes of the
+    classes and from the error of k-means. If that error has the mean square e, the part
+    max(0, 1 - e / v) is kept (James and Stein, 1961). That is 99% for Caltech-24, and
+    nothing for CIFAR10 at 96 px.
 
     Args:
-        prior: Shares (K,) of the k-means clusters of unlabeled rows, which sum to one.
-        found: Shares (C_l,) of labeled rows in the clusters that match the known
-            classes.
-        true: Shares (C_l,) of labeled rows in the known classes.
+        prior: The share of unlabeled rows in each of K k-means clusters, (K,). They sum
+            to one.
+        found: The share of labeled rows in the k-means cluster that matches each known
+            class, (C_l,).
+        true: The share of labeled rows in each known class, (C_l,).
 
     Returns:
-        Shares (K,), which sum to one.
+        The shares (K,) after the move, which sum to one.
     """
     spread, error = len(prior) * prior - 1, len(true) * (found - true)
     kept = 1 - error.square().mean() / spread.square().mean().clamp(min=1e-12)
@@ -136,16 +129,17 @@ def shrink_prior(prior: Tensor, found: Tensor, true: Tensor) -> Tensor:
 def compare_known_shares(
     labeled: Tensor, labels: Tensor, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """Compare the sizes of k-means clusters of labeled rows with those of classes.
+    """Cluster labeled rows by k-means, and compare the sizes of clusters and classes.
 
     Args:
-        labeled: Features (N_l, D).
-        labels: int64 (N_l,), known classes.
+        labeled: Features of labeled rows, (N_l, D).
+        labels: The known classes of the rows, int64 (N_l,).
         seed: The seed of k-means.
 
     Returns:
-        Two tensors (C_l,), as :func:`shrink_prior` takes them: the share of rows in the
-        cluster that matches each known class best, and in the class itself.
+        Two tensors (C_l,), as :func:`shrink_prior` takes them. The first has the share
+        of rows in the cluster that is matched one to one with each known class, the
+        second the share of rows in the class itself.
     """
     num_known = int(labels.max()) + 1
     rows = F.normalize(labeled.cpu().float(), dim=1)
@@ -167,24 +161,26 @@ def init_prototypes_(
     extra: dict[str, Tensor],
     keep_known: bool = False,
 ) -> dict[str, Tensor]:
-    """Initialize the prototypes of a model, and return the extra tensors of discovery.
+    """Initialize the prototypes of a model in place, and compute the class prior.
 
-    With ``model.prototype_init kmeans`` prototypes are moved in place to clusters of
-    the training rows' features. Known prototypes go to the means of their classes. The
-    prototypes of each cluster head go to the projected means of
-    :func:`cluster_features`, and those of each overclustering head to the means of a
-    k-means of its own. All workers call this.
+    With ``model.prototype_init kmeans`` prototypes are moved to clusters of the
+    training rows' features. Known prototypes go to the means of their classes. The
+    prototypes of each cluster head go to the means of the projections of the rows in
+    each cluster of :func:`cluster_features`, and those of each overclustering head to
+    the same means for a finer k-means of its own. All workers call this.
 
     Args:
         config: The configuration of the run.
-        model: The model.
+        model: The model, whose prototypes are changed.
         train: The training data.
-        extra: The extra tensors of the method, which are kept.
+        extra: Tensors by name that the method keeps in ``TrainState.extra``. They are
+            part of the result.
         keep_known: Whether the known prototypes stay as they are.
 
     Returns:
-        ``extra``, and a ``prior`` for :func:`uno.objective.global_targets` if the run
-        has one: shares (C_u,), or (C,) in the GCD setting.
+        ``extra``, and if the run has a class prior "prior": the expected shares of
+        unlabeled rows in the novel classes (C_u,), or in the GCD setting in all classes
+        (C,).
     """
     is_gcd = config.data.setting == "gcd"
     num_known, num_novel = train.num_known, train.num_novel
@@ -199,6 +195,7 @@ def init_prototypes_(
     labeled, labels, unlabeled = training_features(config, model, train)
 
     def compute() -> dict[str, Tensor]:
+        """Cluster the features, and return the clusters by the names of the fields."""
         setting, seed = config.data.setting, config.seed
         clustering = cluster_features(
             unlabeled, labeled, labels, num_novel, setting, seed
@@ -241,9 +238,10 @@ def _move_prototypes_(
     Args:
         model: The model, which is changed, including the running statistics of the
             projector's BatchNorm.
-        labeled: Features (N_l, D).
-        labels: int64 (N_l,), known classes; None keeps the known prototypes.
-        unlabeled: Features (N_u, D).
+        labeled: Features of labeled rows, (N_l, D).
+        labels: The known classes of these rows, int64 (N_l,); None keeps the known
+            prototypes as they are.
+        unlabeled: Features of unlabeled rows, (N_u, D).
         cluster: int64 (N_u,), the novel cluster of each unlabeled row; negative for
             rows of known classes.
         seed: The seed of the k-means of the overclustering heads. It clusters the
@@ -283,9 +281,22 @@ class Sample(NamedTuple):
 
 
 def training_features(config: Config, model: UnoModel, train: TrainData) -> Sample:
-    """Compute the features of a sample of the training rows by one model.
+    """Compute the encoder's features of a sample of the training rows.
 
-    The model is in eval mode meanwhile. See :func:`sample_features`.
+    The rows are evenly spaced, or whole groups of rows if images are streamed. Images
+    that cannot be read are left out. All workers call this, and each computes a part.
+
+    Args:
+        config: The configuration of the run.
+        model: The model. It is in eval mode meanwhile.
+        train: The training data.
+
+    Returns:
+        Features of at most ``MAX_ROWS`` labeled and as many unlabeled rows, equal on
+        all workers.
+
+    Raises:
+        ConfigError: No labeled or no unlabeled image can be read.
     """
     was_training = model.training
     model.eval()
@@ -302,8 +313,8 @@ def sample_features(
 ) -> list[Sample]:
     """Compute the features of a sample of the training rows, by several models.
 
-    The rows are evenly spaced, see :func:`~uno.data.images.spread`. Images that cannot
-    be read are left out. All workers call this, and each computes a part.
+    The rows are evenly spaced, or whole groups of rows if images are streamed. Images
+    that cannot be read are left out. All workers call this, and each computes a part.
 
     Args:
         config: The configuration of the run.
@@ -317,17 +328,11 @@ def sample_features(
     Raises:
         ConfigError: No image of a kind can be read.
     """
-    if isinstance(train, TrainSet):
-        labeled_rows = evenly_spaced(MAX_ROWS, len(train.labels))
-        unlabeled_rows = evenly_spaced(MAX_ROWS, train.num_unlabeled)
-    else:
-        rows, labels = [train.labeled, train.unlabeled], train.labels.numpy()
-        labeled_rows, unlabeled_rows = spread(train.images, rows, MAX_ROWS, labels)
+    labeled_rows, unlabeled_rows = train.choose_rows(MAX_ROWS)
     if "unlabeled" not in kinds:
         unlabeled_rows = unlabeled_rows[:0]
-    num_labeled = len(labeled_rows)
-    plan = _resident_batches if isinstance(train, TrainSet) else _streamed_batches
-    batches, read = plan(config, train, labeled_rows, unlabeled_rows)
+    num_labeled, size = len(labeled_rows), config.train.eval_batch_size
+    batches, read = train.plan_reading([labeled_rows, unlabeled_rows], size)
     features, is_ok = compute_features_together(config, models, batches, read)
     for kind, ok in (
         ("labeled", is_ok[:num_labeled]),
@@ -347,35 +352,28 @@ def sample_features(
     ]
 
 
-def resident_batch_rows(config: Config, num_rows: int) -> int:
-    """Return the number of rows of a batch, if ``num_rows`` rows are in memory.
-
-    It does not depend on the number of workers.
-    """
-    return min(
-        config.train.eval_batch_size, max(MIN_BATCH_ROWS, -(-num_rows // MAX_BATCHES))
-    )
-
-
 def compute_features_together(
     config: Config,
     models: Sequence[UnoModel],
     batches: Sequence[np.ndarray],
     read: Read,
 ) -> tuple[list[Tensor], Tensor]:
-    """Compute features of images 0 to n - 1 by all workers together.
+    """Compute features of n images with several models, on all workers together.
 
     Every worker calls this with the same arguments, and computes a part of the batches.
 
     Args:
         config: The configuration of the run.
         models: The models, in eval mode.
-        batches: The numbers of the images of each batch. Together they are 0 to n - 1.
-        read: Reads the images of batches, see :data:`Read`.
+        batches: For each batch the numbers of its images, int64. Together they are 0 to
+            n - 1.
+        read: Reads the images of batches, see :data:`~uno.data.memory.Read`.
 
     Returns:
-        The features (n, D) by each model, on its device, and bool (n,) on the CPU,
-        which images could be read. The features of the others are zeros.
+        Two values, equal on all workers. The first has for each model the features of
+        all images, float32 (n, D), on the model's device. The second is a mask, bool
+        (n,) on the CPU, of the images that could be read. The features of the others
+        are zeros.
     """
     rank, world_size = distributed.rank_and_world()
     sizes = np.array([len(batch) for batch in batches], dtype=np.int64)
@@ -399,93 +397,19 @@ def compute_features_together(
     return features, distributed.all_reduce_sum_(is_ok).cpu() > 0
 
 
-def _resident_batches(
-    config: Config, train: Any, labeled_rows: np.ndarray, unlabeled_rows: np.ndarray
-) -> tuple[list[np.ndarray], Read]:
-    """Divide rows in memory into batches of one kind, and return how they are read.
-
-    Args:
-        config: The configuration of the run.
-        train: The training data, a :class:`TrainSet`.
-        labeled_rows: Numbers of the chosen labeled rows.
-        unlabeled_rows: Numbers of the chosen unlabeled rows.
-
-    Returns:
-        For each batch positions in both lists of rows, labeled ones first; and the
-        function that reads them.
-    """
-    num_labeled, num_rows = len(labeled_rows), len(labeled_rows) + len(unlabeled_rows)
-    size = resident_batch_rows(config, num_rows)
-    starts = [*range(0, num_labeled, size), *range(num_labeled, num_rows, size)]
-    chosen = torch.from_numpy(np.concatenate([labeled_rows, unlabeled_rows]))
-
-    def read(
-        batches: Sequence[np.ndarray],
-    ) -> Iterator[tuple[Tensor, np.ndarray]]:
-        for batch in batches:
-            is_labeled = batch[0] < num_labeled
-            images = train.labeled_images if is_labeled else train.unlabeled_images
-            rows = chosen[torch.from_numpy(batch)]
-            if isinstance(images, Tensor):  # rows of blocks are read on the host
-                rows = rows.to(images.device)
-            yield images[rows], np.ones(len(batch), dtype=bool)
-
-    return np.split(np.arange(num_rows), starts[1:]), read
-
-
-def _streamed_batches(
-    config: Config, train: Any, labeled_rows: np.ndarray, unlabeled_rows: np.ndarray
-) -> tuple[list[np.ndarray], Read]:
-    """Divide rows of a source into batches, and return how they are decoded.
-
-    As :func:`_resident_batches`, but a batch has rows of both kinds if the source reads
-    groups of rows together.
-    """
-    num_labeled = len(labeled_rows)
-    numbers = np.concatenate(
-        [train.labeled[labeled_rows], train.unlabeled[unlabeled_rows]]
-    )
-    positions = np.arange(len(numbers))
-    parts = [positions[:num_labeled], positions[num_labeled:]]
-    if train.images.groups(positions[:0]) is not None:
-        parts = [np.argsort(numbers, kind="stable")]
-    size = decoded_rows(config.train.eval_batch_size, config.data.stored_size)
-    batches = [
-        some[batch]
-        for some in parts
-        for batch in batches_of(train.images, numbers[some], size)
-    ]
-    return batches, partial(decode_batches, train.decode, numbers)
-
-
-def decode_batches(
-    decode: Callable[[Iterable[np.ndarray]], Iterator[DecodedBatch]],
-    numbers: np.ndarray,
-    batches: Sequence[np.ndarray],
-) -> Iterator[tuple[Tensor, np.ndarray]]:
-    """Yield the images of batches that are decoded now, as :data:`Read` does.
-
-    Args:
-        decode: Decodes batches of row numbers of a source.
-        numbers: int64 (n,), the row number in the source of each image.
-        batches: For each batch positions in ``numbers``.
-    """
-    for _, pixels, reasons in decode(numbers[batch] for batch in batches):
-        yield pixels, ok_mask(reasons)
-
-
 def _projections_(model: UnoModel, features: Tensor) -> Tensor:
-    """Compute the projections of features, at length one.
+    """Compute the projections of features by all heads, scaled to length one.
 
     The running statistics of the projector's BatchNorm become those of these features,
     and the model is left in training mode.
 
     Args:
-        model: A model with projection heads.
-        features: (N, D).
+        model: A model with projection heads. It is changed.
+        features: Features of the encoder, (N, D).
 
     Returns:
-        (H or 2H, N, P): those of the cluster heads, then of the overclustering heads.
+        Projections by H cluster heads, then by H overclustering heads if there are any,
+        (H or 2H, N, P).
     """
     projector = model.projector
     assert projector is not None
@@ -497,12 +421,14 @@ def _projections_(model: UnoModel, features: Tensor) -> Tensor:
 
 
 def set_to_class_means_(prototypes: Tensor, directions: Tensor, group: Tensor) -> None:
-    """Set each prototype to the mean direction of its group of rows, in place.
+    """Set each prototype to the mean of its rows, scaled to length one, in place.
 
     Args:
-        prototypes: (K, P). A prototype without rows stays.
-        directions: (N, P), rows of length one.
-        group: int64 (N,), the prototype 0 .. K - 1 of each row; -1 for none.
+        prototypes: Prototypes of classes or clusters, (K, P). A prototype without rows
+            is not changed.
+        directions: Rows of length one, (N, P).
+        group: The prototype 0 .. K - 1 to whose mean each row belongs, int64 (N,); -1
+            for none.
     """
     # (N, K); a row with -1 is in no group.
     member = F.one_hot(group.clamp(min=0), len(prototypes)) * (group >= 0)[:, None]

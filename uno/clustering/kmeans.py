@@ -37,8 +37,12 @@ def kmeans(points: Tensor, num_clusters: int, num_starts: int, seed: int) -> Clu
     Args:
         points: (N, D), on the CPU, N >= ``num_clusters``.
         num_clusters: K, the number of clusters.
-        num_starts: The number of runs. The run with the smallest inertia is returned.
+        num_starts: The number of runs. The run with the smallest inertia (the sum of
+            squared distances to the centers) is returned.
         seed: The seed of the starts.
+
+    Returns:
+        The cluster of each row, the centers, and the inertia.
     """
     # The import takes 2 s, which every worker would spend.
     from sklearn.cluster import KMeans
@@ -63,14 +67,15 @@ def constrained_kmeans(
     Args:
         points: (N, D), finite floats, on any device.
         fixed: int64 (N,), on the same device: the cluster in which a row must stay, or
-            FREE. The given clusters are 0 .. F - 1, and each has a row.
+            ``FREE`` (-1). The given clusters are 0 .. F - 1, and each has a row.
         num_clusters: K, from F to F plus the number of free rows.
-        num_restarts: The number of runs. The run with the smallest inertia is returned.
+        num_restarts: The number of runs. The run with the smallest inertia (the sum of
+            squared distances to the centers) is returned.
         seed: The seed of the starts, see :func:`draw_initial_centers`.
 
     Returns:
-        The clusters. A cluster is empty only if the free rows have too few distinct
-        values. No center is NaN.
+        The cluster of each row, the centers, and the inertia. A cluster is empty only
+        if the free rows have too few distinct values. No center is NaN.
     """
     generator = torch.Generator().manual_seed(seed)
     shape = num_clusters - int(fixed.max()) - 1, num_restarts
@@ -83,8 +88,9 @@ def constrained_kmeans(
 def seeded_kmeans(
     points: Tensor, fixed: Tensor, num_clusters: int, num_starts: int, seed: int
 ) -> Clusters:
-    """Cluster rows as :func:`constrained_kmeans`, from clusters of the free rows.
+    """Cluster rows by k-means where some rows must stay in a given cluster.
 
+    In contrast to :func:`constrained_kmeans`, it starts from clusters of the free rows.
     Each run clusters the free rows alone into K clusters. The centers that match the
     means of the F fixed clusters best, one for each, are then replaced by these means.
     For Caltech-24 with half of each of 16 known classes unlabeled, 94% of the rows get
@@ -92,12 +98,16 @@ def seeded_kmeans(
 
     Args:
         points: (N, D), finite floats, on the CPU.
-        fixed: int64 (N,): the cluster in which a row must stay, or FREE. The given
-            clusters are 0 .. F - 1, and each has a row.
+        fixed: int64 (N,): the cluster in which a row must stay, or ``FREE`` (-1). The
+            given clusters are 0 .. F - 1, and each has a row.
         num_clusters: K, at least F. With fewer free rows than K,
             :func:`constrained_kmeans` does the work.
-        num_starts: The number of runs. The run with the smallest inertia is returned.
+        num_starts: The number of runs. The run with the smallest inertia (the sum of
+            squared distances to the centers) is returned.
         seed: The seed of the starts.
+
+    Returns:
+        The cluster of each row, the centers, and the inertia.
     """
     free, num_known = points[fixed == FREE], int(fixed.max()) + 1
     if len(free) < num_clusters:
@@ -113,16 +123,17 @@ def seeded_kmeans(
 
 
 def draw_initial_centers(points: Tensor, fixed: Tensor, draws: Tensor) -> Tensor:
-    """Draw the start of a run by k-means++ (Arthur and Vassilvitskii, 2007).
+    """Choose initial centers of k-means by k-means++ (Arthur and Vassilvitskii, 2007).
 
-    The first F centers are the means of the fixed clusters. The others are free rows.
-    Each is drawn with a probability proportional to its squared distance to the nearest
-    center so far.
+    The first F centers are the means of the clusters that fixed rows belong to. The
+    others are free rows. Each is drawn with a probability proportional to its squared
+    distance to the nearest center so far.
 
     Args:
         points: (N, D).
-        fixed: int64 (N,): the cluster 0 .. F - 1 of a row, or FREE.
-        draws: (K - F,) uniform numbers in 0-1, one for each center to draw.
+        fixed: int64 (N,): the cluster 0 .. F - 1 in which a row must stay, or ``FREE``
+            (-1).
+        draws: (K - F,) uniform random numbers in 0-1, one for each center to draw.
 
     Returns:
         The centers (K, D).
@@ -160,9 +171,12 @@ def lloyd(
 
     Args:
         points: (N, D).
-        fixed: int64 (N,): the cluster in which a row must stay, or FREE.
-        centers: (K, D), the start.
+        fixed: int64 (N,): the cluster in which a row must stay, or ``FREE`` (-1).
+        centers: (K, D), the initial centers.
         max_iters: The largest number of iterations.
+
+    Returns:
+        The cluster of each row, the final centers, and the inertia.
     """
     free = fixed == FREE
     largest = float(points.square().sum(dim=1).max())
@@ -198,8 +212,8 @@ def _fill_empty_(
         distance: (N,), the squared distance of each row to its center; -1 for rows that
             must not move. It is not changed.
         num_clusters: K.
-        rounding: Rows at a squared distance of at most this lie on their center, and
-            stay.
+        rounding: A row at a squared distance of at most this counts as lying on its
+            center, and stays.
     """
     sizes = torch.bincount(assignment, minlength=num_clusters).tolist()
     empty = [c for c, size in enumerate(sizes) if size == 0]
@@ -213,19 +227,22 @@ def _fill_empty_(
 
 
 def _squared_distances(points: Tensor, centers: Tensor) -> Tensor:
-    """Return squared distances (N, K), at least 0, from points to centers (K, D)."""
+    """Return the squared distance (N, K) of each point (N, D) to each center (K, D)."""
     norms = points.square().sum(dim=1)[:, None] + centers.square().sum(dim=1)
     return (norms - 2 * points @ centers.T).clamp_(min=0)
 
 
 def _cluster_means(points: Tensor, assignment: Tensor, centers: Tensor) -> Tensor:
-    """Return the mean (K, D) of the rows of each cluster.
+    """Return the mean of the rows of each cluster.
 
     Args:
         points: (N, D).
         assignment: int64 (N,), the cluster 0 .. K - 1 of each row. Rows with another
-            value count nowhere.
-        centers: (K, D). An empty cluster keeps its center.
+            value are left out.
+        centers: (K, D), the centers so far, which empty clusters keep.
+
+    Returns:
+        (K, D).
     """
     sums, counts = torch.zeros_like(centers), centers.new_zeros(len(centers), 1)
     clusters = torch.arange(len(centers), device=points.device)[:, None]
@@ -245,8 +262,8 @@ def silhouette(points: Tensor, assignment: Tensor, max_rows: int, seed: int) -> 
     Args:
         points: (N, D).
         assignment: int64 (N,), the cluster of each row.
-        max_rows: The largest number of rows to compute it of.
-        seed: The seed of the draw of these rows.
+        max_rows: If there are more rows, so many are drawn at random.
+        seed: The seed of the draw.
 
     Returns:
         The mean over the drawn rows. A row that is alone in its cluster counts 0. The
@@ -263,7 +280,7 @@ def silhouette(points: Tensor, assignment: Tensor, max_rows: int, seed: int) -> 
 
 
 def principal_components(points: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return centered points, and the variances and directions of their components.
+    """Compute the principal component analysis (PCA) of points.
 
     Args:
         points: (N, D).
@@ -289,11 +306,12 @@ def whiten(
     Args:
         points: (N, D).
         num_directions: The largest number of directions; None for no limit.
-        variance: The share of the total variance to explain. No more directions are
-            kept than that takes.
+        variance: The share of the total variance to explain, 0 to 1. No more directions
+            are kept than that takes.
 
     Returns:
-        float32 (N, D'), or one column of zeros if all rows are equal.
+        The coordinates, float32 (N, P), where P is the number of directions that are
+        kept; or one column of zeros if all rows are equal.
     """
     centered, variances, directions = principal_components(points)
     if float(variances.sum()) <= 1e-12:

@@ -1,4 +1,4 @@
-"""Nearest neighbors by cosine, and what clusterings take from them.
+"""Find nearest neighbors by cosine, smooth rows by them, and compare clusters by them.
 
 Every function takes unit rows ``points`` (N, D), or the ``neighbors`` (N, k) that
 :func:`find_neighbors` finds for them. Similarities are computed in blocks, so that the
@@ -39,7 +39,15 @@ def find_neighbors(points: Tensor, num: int = NUM_NEIGHBORS) -> Tensor:
 
 
 def smooth_rows(points: Tensor, neighbors: Tensor) -> Tensor:
-    """Return the direction (N, D) of the mean of each row and its neighbors."""
+    """Replace each row by the mean of itself and its nearest neighbors.
+
+    Args:
+        points: Unit rows (N, D).
+        neighbors: Indices of the neighbors of each row, int64 (N, k).
+
+    Returns:
+        The means (N, D), scaled to length one.
+    """
     total = points.clone()
     for column in neighbors.unbind(1):
         total += points[column]
@@ -47,15 +55,16 @@ def smooth_rows(points: Tensor, neighbors: Tensor) -> Tensor:
 
 
 def count_links(neighbors: Tensor, clusters: Tensor, num_clusters: int) -> Tensor:
-    """Count how often rows of one cluster have neighbors in another.
+    """Count how often rows of one cluster have nearest neighbors in another.
 
     Args:
-        neighbors: Neighbors (N, k) of each row.
-        clusters: Cluster int64 (N,) of each row, 0 to K - 1.
-        num_clusters: K.
+        neighbors: Indices of the k nearest neighbors of each row, int64 (N, k).
+        clusters: The cluster of each row, int64 (N,), 0 to K - 1.
+        num_clusters: Number of clusters K.
 
     Returns:
-        Counts int64 (K, K): cell (a, b) counts neighbors in b of the rows in a.
+        int64 (K, K). The entry (a, b) counts, over the rows of cluster a, their
+        neighbors in cluster b.
     """
     pairs = clusters[:, None] * num_clusters + clusters[neighbors]
     counts = pairs.flatten().bincount(minlength=num_clusters * num_clusters)
@@ -63,29 +72,42 @@ def count_links(neighbors: Tensor, clusters: Tensor, num_clusters: int) -> Tenso
 
 
 def compute_mixing(links: Tensor, sizes: Tensor) -> Tensor:
-    """Measure how much pairs of clusters mix.
+    """Measure how much each pair of clusters mixes, by nearest neighbors.
 
-    The mixing of two clusters is the number of links between them, divided by the
-    number that is expected if their rows were divided at random. It is 0 for clusters
-    without a link, and about 1 for two random parts of one cluster.
+    The mixing of two clusters is the number of nearest neighbors that their rows have
+    in the other one, divided by the number that is expected if the rows of both were
+    divided at random. It is 0 for clusters without a neighbor in each other, and about
+    1 for two random parts of one cluster.
 
     Args:
-        links: Counts (K, K) of :func:`count_links`.
-        sizes: Number of rows (K,) of each cluster.
+        links: At (a, b) the number of nearest neighbors of the rows of cluster a that
+            are in cluster b, (K, K), of :func:`count_links`.
+        sizes: Number of rows of each cluster, (K,).
 
     Returns:
-        Mixing float64 (K, K), symmetric. It is 0 on the diagonal and where one of the
-        clusters has fewer than two rows.
+        The mixing of each pair, float64 (K, K), symmetric. It is 0 on the diagonal and
+        where one of the clusters has fewer than two rows.
     """
     rows = [mixing_of_cluster(links, sizes, cluster) for cluster in range(len(sizes))]
     return torch.stack(rows)
 
 
 def mixing_of_cluster(links: Tensor, sizes: Tensor, cluster: int) -> Tensor:
-    """Return the mixing (K,) of one cluster with each cluster.
+    """Measure how much one cluster mixes with each cluster, by nearest neighbors.
 
-    This is a row of :func:`compute_mixing`. It is 0 for the cluster itself and where
-    one of the two has fewer than two rows.
+    The mixing of two clusters is the number of nearest neighbors that their rows have
+    in the other one, divided by the number that is expected if the rows of both were
+    divided at random.
+
+    Args:
+        links: At (a, b) the number of nearest neighbors of the rows of cluster a that
+            are in cluster b, (K, K), of :func:`count_links`.
+        sizes: Number of rows of each cluster, (K,).
+        cluster: The cluster, an index from 0.
+
+    Returns:
+        Mixings float64 (K,), a row of :func:`compute_mixing`. They are 0 for the
+        cluster itself and where one of the two has fewer than two rows.
     """
     there, back = links[cluster].double(), links[:, cluster].double()
     within, size, sizes = links.diagonal().double(), sizes[cluster], sizes.double()
@@ -99,15 +121,18 @@ def mixing_of_cluster(links: Tensor, sizes: Tensor, cluster: int) -> Tensor:
 
 
 def spectral_coordinates(neighbors: Tensor, num_coordinates: int) -> Tensor:
-    """Return spectral coordinates of the neighbor graph (Ng, Jordan and Weiss, 2001).
+    """Compute the spectral embedding of rows by the graph of their nearest neighbors.
+
+    k-means of these coordinates is spectral clustering (Ng, Jordan and Weiss, 2001).
 
     Args:
-        neighbors: Neighbors (N, k) of each row.
-        num_coordinates: Number of leading eigenvectors K of the symmetric normalized
-            graph, at most N.
+        neighbors: Indices of the k nearest neighbors of each row, int64 (N, k).
+        num_coordinates: Number K of leading eigenvectors of the symmetric normalized
+            adjacency matrix, at most N.
 
     Returns:
-        Coordinates (N, K) of length one.
+        The values of the K eigenvectors for each row, scaled to length one, float32 (N,
+        K).
     """
     from scipy.sparse import coo_matrix, diags
     from scipy.sparse.linalg import lobpcg

@@ -1,1 +1,1 @@
-"""From what is on disk to batches, in the order of ARCHITECTURE.md."""
+"""Read data sets, decode their images, and make batches for training and evaluation."""

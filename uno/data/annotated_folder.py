@@ -140,9 +140,11 @@ def _warnings_of_left_out(
 
 
 def _find_tables(root: str) -> list[str]:
-    """Return the paths of the tables in a folder and in the folders of its splits.
+    """List the tables of image classes in a folder and in the folders of its splits.
 
-    The paths are relative to ``root``, with '/' as separator.
+    Returns:
+        Paths relative to ``root``, with '/' as separator, of files named
+        ``metadata.csv``, ``metadata.jsonl`` or ``_classes.csv``.
     """
     folders, files = filesystem.children(root)
     found = [name for name in files if name in (*METADATA, ONE_HOT)]
@@ -158,12 +160,13 @@ def _find_tables(root: str) -> list[str]:
 def _columns_of_metadata(
     path: str, table: TextTable, names: Mapping[str, str]
 ) -> dict[str, list[Any]]:
-    """Return our columns of a table in the layout of Hugging Face.
+    """Return the columns of a table in the layout of Hugging Face, by standard names.
 
     Args:
         path: The path of the table, for errors.
         table: The table.
-        names: What the table calls our columns, by our names.
+        names: Standard name of a column, such as "label" -> its name in the table. A
+            column that is not listed has its standard name.
 
     Returns:
         The values of 'path', and of those of 'id', 'label', 'eval_label' and 'split'
@@ -186,7 +189,7 @@ def _columns_of_metadata(
 
 
 def _columns_of_one_hot(path: str, table: TextTable) -> dict[str, list[Any]]:
-    """Return path and label of a table with a column of 0 and 1 for each class.
+    """Convert a table with a column of 0 and 1 for each class to paths and labels.
 
     Args:
         path: The path of the table, for errors.

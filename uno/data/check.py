@@ -3,12 +3,10 @@
 import hashlib
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple, TypeVar
-from weakref import WeakKeyDictionary
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,13 +17,12 @@ from uno.data.decode import (
     Header,
     brightness,
     decoded,
+    map_images,
     ok_mask,
-    pieces,
-    read_header,
 )
 from uno.data.embeddings import equal_rows
 from uno.data.files import read_bytes
-from uno.data.images import Image, Images, content_of, evenly_spaced, row_names
+from uno.data.images import Image, content_of, evenly_spaced, row_names
 from uno.data.sampling import by_windows, largest_batch, make_plan, make_pretrain_plan
 from uno.data.splits import Task, missing_labels, train_rows
 from uno.data.stream import window_rows
@@ -37,8 +34,6 @@ from uno.text import plural
 MIN_ROWS_PER_CLUSTER = 2.6
 # bytes of images that are compared by ``uno data check``, and by a run
 MAX_HASHED_BYTES, MAX_HASHED_BYTES_OF_RUN = 2 * 2**30, 256 * 2**20
-HASHERS = 8  # threads that read and hash images
-NUM_HEADERS = 64  # images whose headers are read
 NUM_BRIGHTNESS = 16  # images whose brightness is measured
 DARK = 64  # images are nearly black if their brightest pixel is below this, of 255
 SHRUNK = 3  # factor by which the shorter side may be reduced without a warning
@@ -50,10 +45,6 @@ NUM_NAMED = 5  # names that a message lists
 SORTED = 1.25
 BATCH = 32  # images that are decoded between two looks at the clock
 CHECK_SECONDS = 60.0  # time for decoding in ``uno data check`` and in a dry run
-
-Found = TypeVar("Found")
-# the results of `read_headers`, as long as their tasks exist
-_HEADERS: WeakKeyDictionary[Task, tuple[list[Header], list[str]]] = WeakKeyDictionary()
 
 
 class Problem(NamedTuple):
@@ -98,16 +89,16 @@ def check(
     """
     vectors = task.rows.images.vectors(np.arange(len(task.rows)))
     ok = None if vectors is None else ok_mask(vectors[1])
-    headers, of_images = list[Header](), list[Problem]()
+    of_images = list[Problem]()
     if read_images:
-        headers, bad = read_headers(task)
+        headers, bad, num_checked = task.rows.headers
         if seconds:
             ok, of_images = _decode_within(task, config, seconds)
         elif bad:
-            num_checked = len(headers) + len(bad) if vectors is None else len(task.rows)
+            row, reason = next(iter(bad.items()))
             text = (
                 f"{len(bad)} of a sample of {num_checked} images are unreadable, e.g."
-                f" {bad[0]}"
+                f" {_describe_row(task, row)}: {reason}"
             )
             of_images = [
                 Problem("warning" if len(bad) < num_checked else "error", text)
@@ -179,7 +170,12 @@ def check_row_numbers(
 
 
 def _list_some(names: list[str], separator: str = ", ") -> str:
-    """Join the first :data:`NUM_NAMED` names, with "..." at the end for the others."""
+    """Join the first names to a list in a message, with "..." for the others.
+
+    Args:
+        names: The names, of which :data:`NUM_NAMED` are shown.
+        separator: The text between two names.
+    """
     more = ["..."] if len(names) > NUM_NAMED else []
     return separator.join(names[:NUM_NAMED] + more)
 
@@ -234,7 +230,7 @@ def format_report(task: Task, problems: list[Problem], size: int | None = None) 
     Returns:
         Plain text of several lines.
     """
-    rows, headers = task.rows, read_headers(task)[0]
+    rows, headers = task.rows, task.rows.headers.readable
     lines = [
         f"source       {rows.source}",
         f"fingerprint  {rows.fingerprint}",
@@ -398,6 +394,10 @@ def _check_order(task: Task, config: Config) -> Iterator[Problem]:
     The mean share of the most frequent class in batches of this order is compared with
     that in batches of shuffled rows, for labeled and for unlabeled rows. Images that
     are not streamed, or are read one by one, are not checked.
+
+    Args:
+        task: The rows and their classes.
+        config: The configuration of the run.
     """
     images = task.rows.images
     if images.groups(np.arange(0)) is None or config.data.loading != "streaming":
@@ -505,6 +505,8 @@ def _check_pages(headers: Sequence[Header]) -> Iterator[Problem]:
 def _check_brightness(task: Task, value_range: Range | None) -> Iterator[Problem]:
     """Yield a warning if a sample of images is nearly black.
 
+    A source of vectors is not checked.
+
     Args:
         task: The rows.
         value_range: The stored values that become black and white, see
@@ -531,77 +533,14 @@ def _check_brightness(task: Task, value_range: Range | None) -> Iterator[Problem
 
 
 def _describe_row(task: Task, row: int) -> str:
-    """Return how messages name a row: its id, path and line."""
-    (name,) = row_names(task.rows.ids, task.rows.images, [row])
-    return name
-
-
-def read_headers(task: Task) -> tuple[list[Header], list[str]]:
-    """Read the headers of a sample of at most :data:`NUM_HEADERS` images.
-
-    They are read once for a task.
+    """Return the text by which messages name a row: its id, and path and line if known.
 
     Args:
         task: The rows.
-
-    Returns:
-        The header of each readable image of the sample; and for each unreadable one
-        'ID: REASON'. For a source of vectors there are no headers,
-        and the unusable rows of the whole source are returned.
+        row: The number of the row.
     """
-    if task not in _HEADERS:
-        _HEADERS[task] = _read_headers(task)
-    return _HEADERS[task]
-
-
-def _read_headers(task: Task) -> tuple[list[Header], list[str]]:
-    """Read the headers of a sample of images, see :func:`read_headers`."""
-    headers, bad, images = [], [], task.rows.images
-    if (ready := images.vectors(np.arange(len(images)))) is not None:
-        pairs = zip(task.rows.ids.to_pylist(), ready[1], strict=True)
-        return [], [f"{name}: {reason}" for name, reason in pairs if reason is not None]
-    for row, found in map_images(images, sample_rows(images), read_header):
-        if isinstance(found, BadImage):
-            bad.append(f"{_describe_row(task, row)}: {found}")
-        else:
-            headers.append(found)
-    return headers, bad
-
-
-def sample_rows(images: Images) -> np.ndarray:
-    """Return the rows whose headers are read, int64 (n,), at most NUM_HEADERS."""
-    return evenly_spaced(NUM_HEADERS, len(images))
-
-
-def map_images(
-    images: Images, rows: np.ndarray, look: Callable[[Image], Found]
-) -> Iterator[tuple[int, Found | BadImage]]:
-    """Call ``look`` on the images of some rows, in threads.
-
-    Images that are stored together, such as those of a tar shard, are read together.
-
-    Args:
-        images: The images of all rows.
-        rows: Row numbers, int64 (n,).
-        look: A function of an image, which may raise a BadImage.
-
-    Yields:
-        For each of ``rows`` its number and what ``look`` returned, or the BadImage that
-        it raised. The rows may come in another order.
-    """
-
-    def try_look(image: Image) -> Found | BadImage:
-        """Return what ``look`` returns, or the BadImage that it raises."""
-        try:
-            return look(image)
-        except BadImage as error:
-            return error
-
-    with ThreadPoolExecutor(HASHERS, thread_name_prefix="uno-check") as pool:
-        for numbers, some in pieces(images.take(rows)):
-            content = some.read_images(np.arange(len(some)))
-            found = pool.map(try_look, content)
-            yield from zip(rows[numbers].tolist(), found, strict=True)
+    (name,) = row_names(task.rows.ids, task.rows.images, [row])
+    return name
 
 
 def _decode_within(
@@ -650,7 +589,8 @@ def _check_duplicates(task: Task, in_full: bool) -> Iterator[Problem]:
 
     Args:
         task: The rows and their classes.
-        in_full: Whether more images are compared, see :func:`_find_copies`.
+        in_full: Whether up to 2 GiB of images are compared, also from remote storage.
+            Otherwise up to 256 MiB of local images are compared.
     """
     groups, note = _find_copies(task, in_full)
     found: dict[str, list[list[int]]] = defaultdict(list)

@@ -44,7 +44,7 @@ LAYOUTS = {
 
 
 def recognize_cifar(folders: list[str], files: list[str]) -> list[str]:
-    """Return which of the two data sets a folder contains or is.
+    """Return whether a folder holds CIFAR10 or CIFAR100, as an unpacked archive.
 
     Args:
         folders: Names of the folders in it.
@@ -108,7 +108,7 @@ def _torchvision_class(name: str) -> Any:
 
 
 def _read_published(name: str, root: str) -> list[Any]:
-    """Return torchvision's training and test set of the files in ``root``.
+    """Read training and test set of CIFAR, if all files are those of the makers.
 
     The checked bytes are copied to a private folder that torchvision reads. So nobody
     can change a file after its check, and ``root`` may be in remote storage.
@@ -116,6 +116,9 @@ def _read_published(name: str, root: str) -> list[Any]:
     Args:
         name: 'cifar10' or 'cifar100'.
         root: Folder or URI of the unpacked archive.
+
+    Returns:
+        Two data sets of torchvision, for training and for test.
 
     Raises:
         ConfigError: A file cannot be read or copied, or is not the published one.

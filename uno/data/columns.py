@@ -54,13 +54,17 @@ def make_unlabeled(num_rows: int) -> pa.DictionaryArray:
 
 
 def join_labels(parts: Sequence[pa.DictionaryArray]) -> pa.DictionaryArray:
-    """Concatenate columns of labels. Equal names become one class."""
+    """Concatenate columns of labels. Classes of equal name become one class.
+
+    Args:
+        parts: Dictionary arrays, each with names of classes of its own.
+    """
     joined = pa.chunked_array(parts, pa.dictionary(pa.int32(), pa.large_string()))
     return pa.concat_arrays(joined.unify_dictionaries().chunks or [make_unlabeled(0)])
 
 
 def class_codes(labels: pa.DictionaryArray) -> np.ndarray:
-    """Return the index of each row's class in ``labels.dictionary``.
+    """Return the index of each row's class in the dictionary of a column of labels.
 
     Returns:
         int32 (N,), -1 for a row without a label.
@@ -112,7 +116,12 @@ def rename_classes(
 def fill_labels(
     labels: pa.DictionaryArray, others: pa.DictionaryArray
 ) -> pa.DictionaryArray:
-    """Return ``labels``, with those of ``others`` for rows without a label."""
+    """Fill in the labels that one column lacks from another column.
+
+    Args:
+        labels: The labels of N rows. They are kept.
+        others: Labels of the same rows, which are taken for rows without a label.
+    """
     both = pa.chunked_array([labels, others]).unify_dictionaries()
     first, second = both.chunks
     return pa.DictionaryArray.from_arrays(

@@ -12,7 +12,7 @@ import re
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from io import BytesIO
 from typing import Any, Literal, NamedTuple, Self, TypeVar
@@ -63,6 +63,7 @@ BATCHES_AHEAD = 2  # batches that are decoded while the model works on another o
 PIECE_ROWS = 64  # images that a thread decodes at once
 HEADER_BYTES = 2**16  # first bytes of a file, which hold the header of most images
 READERS = 4  # threads that read images that are stored together
+LOOKERS = 8  # threads that look at images without decoding them into a batch
 # the first entries of warnings.filters while images are decoded
 IGNORED = (
     ("ignore", None, Warning, re.compile(r"PIL\."), 0),
@@ -251,7 +252,11 @@ def decode_many(
     out, reasons = pixels.numpy(), [None] * len(images)  # type: np.ndarray, list[str | None]
 
     def fill(piece: tuple[np.ndarray, Images]) -> None:
-        """Decode the images of a piece into the arrays of the enclosing function."""
+        """Decode some of the images into the pixels and reasons that are returned.
+
+        Args:
+            piece: Row numbers int64 (n,), and the images of these rows.
+        """
         rows, some = piece
         for row, image in zip(
             rows.tolist(), some.read_images(np.arange(len(rows))), strict=True
@@ -270,10 +275,13 @@ def decode_many(
 
 
 def pieces(images: Images) -> Iterator[tuple[np.ndarray, Images]]:
-    """Divide images into pieces that a thread decodes at once.
+    """Divide images into pieces, each of which a thread decodes at once.
 
     If images are stored together, such as in a row group, the images of each group are
     read once, by threads that are ahead of the consumer.
+
+    Args:
+        images: The images of all rows.
 
     Yields:
         Row numbers int64 (n,) and the images of these rows, with n at most
@@ -307,7 +315,7 @@ def decoded(
     """Decode batches of rows in the background, ahead of the consumer.
 
     Batches that the images have already in memory (:meth:`Images.prepared`) are
-    returned as they are, which may be features instead of pixels.
+    returned as they are, which may be features (b, D) instead of pixels.
 
     Args:
         images: The images of all rows.
@@ -327,7 +335,7 @@ def decoded(
     source = as_images(images)
 
     def decode_batch(rows: np.ndarray) -> DecodedBatch:
-        """Return the rows of a batch with their pixels and reasons."""
+        """Return row numbers, pixels and reasons of one batch, decoded if needed."""
         ready = source.prepared(rows)
         if ready is None:
             ready = decode_many(
@@ -370,15 +378,45 @@ def prefetch_map(
         pool.shutdown(cancel_futures=True)
 
 
-def ok_mask(reasons: Sequence[str | None]) -> np.ndarray:
-    """Return which rows have no reason why they cannot be read.
+def map_images(
+    images: Images, rows: np.ndarray, look: Callable[[Image], Result]
+) -> Iterator[tuple[int, Result | BadImage]]:
+    """Call ``look`` on the images of some rows, in threads.
+
+    Images that are stored together, such as those of a tar shard, are read together.
 
     Args:
-        reasons: For each of N rows the reason, or None, as :func:`decode_many` returns
-            them.
+        images: The images of all rows.
+        rows: Row numbers, int64 (n,).
+        look: A function of an image, which may raise a BadImage.
+
+    Yields:
+        For each of ``rows`` its number and what ``look`` returned, or the BadImage that
+        it raised. The rows may come in another order.
+    """
+
+    def try_look(image: Image) -> Result | BadImage:
+        """Call ``look`` on an image, and return the BadImage if it raises one."""
+        try:
+            return look(image)
+        except BadImage as error:
+            return error
+
+    with ThreadPoolExecutor(LOOKERS, thread_name_prefix="uno-look") as pool:
+        for numbers, some in pieces(images.take(rows)):
+            content = some.read_images(np.arange(len(some)))
+            found = pool.map(try_look, content)
+            yield from zip(rows[numbers].tolist(), found, strict=True)
+
+
+def ok_mask(reasons: Sequence[str | None]) -> np.ndarray:
+    """Return which rows can be read, given the reasons of the others.
+
+    Args:
+        reasons: For each of N rows the reason why it cannot be read, or None.
 
     Returns:
-        bool (N,).
+        bool (N,), True for None.
     """
     return np.array([reason is None for reason in reasons], dtype=bool)
 
@@ -411,11 +449,14 @@ def read_header(image: Image) -> Header:
 
 
 def _header_of(data: bytes, num_bytes: int) -> Header:
-    """Return the header of an image, see :func:`read_header`.
+    """Return the header of an image from its first bytes.
 
     Args:
         data: The first bytes of the image, or all.
-        num_bytes: The size of the image in bytes.
+        num_bytes: The size of the whole image in bytes.
+
+    Raises:
+        BadImage: The header cannot be read, or is beyond the limits.
     """
     picture = _open(data, num_bytes=num_bytes)
     tags = getattr(picture, "tag_v2", {})
@@ -486,7 +527,7 @@ def sample_values(image: Image) -> np.ndarray:
 
 
 def _pixels(picture: Pillow.Image) -> np.ndarray:
-    """Return the pixels of an RGB picture.
+    """Return the pixels of an RGB picture as an array, if possible without a copy.
 
     Returns:
         uint8 (H, W, 4) that shares the picture's memory and must not be written to; or
@@ -508,7 +549,8 @@ def _load_rgb(image: Image, side: int, value_range: Range | None) -> Pillow.Imag
 
     Args:
         image: Encoded bytes, a path or URI, or pixels uint8 (H, W, 3).
-        side: The side in pixels that is needed, see :func:`_open`.
+        side: The side in pixels of the square that is needed of the image. A JPEG may
+            be decoded at a smaller scale that suffices for it.
         value_range: As in :class:`Decoding`.
 
     Raises:
@@ -664,7 +706,12 @@ def _open(
 
 
 def _read(image: bytes | str) -> bytes:
-    """Return the bytes of an encoded image or of a file, at most MAX_IMAGE_BYTES + 1.
+    """Return the bytes of an encoded image, or read those of an image file.
+
+    A file that is too large gives its first MAX_IMAGE_BYTES + 1 bytes.
+
+    Args:
+        image: Encoded bytes, or the path or URI of a file.
 
     Raises:
         BadImage: There is no image, or the file cannot be read.
@@ -723,7 +770,7 @@ def _reader_errors(path: str) -> Iterator[None]:
 
 
 def _bad_image(error: Exception) -> BadImage:
-    """Return the BadImage for an error of reading or decoding an image."""
+    """Convert an error of reading or decoding an image to a BadImage."""
     if isinstance(error, OSError):
         return BadImage(one_line(error.strerror or error)[:200])
     return BadImage(f"{type(error).__name__}: {one_line(error)[:200]}")

@@ -8,11 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
-import tempfile
-import zipfile
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, starmap
@@ -28,9 +24,11 @@ from torch import Tensor
 from uno.config import ModelConfig
 from uno.data import files as filesystem
 from uno.data import tables
+from uno.data.array_files import ARRAYS, COLUMNS, new_array, read_array_file
 from uno.data.columns import class_codes, make_unlabeled
 from uno.data.decode import ok_mask
 from uno.data.from_python import class_names, distinct_ids, float_vectors
+from uno.data.h5ad import H5AD, read_h5ad
 from uno.data.image_paths import find_images
 from uno.data.images import Image, Images
 from uno.data.labels import encode_column, require_distinct
@@ -47,29 +45,14 @@ from uno.data.parquet import (
 )
 from uno.data.read_options import DEFAULT_OPTIONS, ReadOptions
 from uno.data.rows import Rows
-from uno.data.text_tables import read_csv
 from uno.errors import ConfigError, StorageError, one_line
-from uno.limits import MAX_NPZ_BYTES, MAX_ROWS
+from uno.limits import MAX_ROWS
 from uno.text import plural
 
 METADATA = b"uno.vectors"  # key in the metadata of files that this module writes
-ARRAYS = (".npy", ".npz")
-# Errors that np.load raises for damaged files, and for files that it cannot read.
-UNREADABLE = (
-    OSError,
-    ValueError,
-    LookupError,
-    EOFError,
-    MemoryError,
-    RuntimeError,
-    zipfile.BadZipFile,
-    zlib.error,
-)
 MANY_NUMBERS = 8  # more columns of floats than this seem to be one vector
 CSV_FIX = "text; save its numbers with np.save(FILE, np.loadtxt(CSV, delimiter=','))"
-COLUMNS = ("id", "embedding", "label", "eval_label", "split", "path", "text")
 LIST = pa.large_list(pa.float32())
-MAPPED_BYTES = 256 * 2**20  # arrays of this size or more are kept in a file
 PIECE_ROWS = 2**16  # rows that are looked at or copied at once
 HASHED_ROWS = 2**13  # rows that are hashed at once
 
@@ -96,11 +79,13 @@ class Vectors(Images):
         """Make vectors of numbers that a caller passes.
 
         Args:
-            given: Numbers as :func:`~uno.data.from_python.float_vectors` takes them.
+            given: Numbers (N, D), or (N, V, D) with V views of each row: an array, a
+                tensor, nested lists or a column, see
+                :func:`~uno.data.from_python.float_vectors`.
             what: The name of the argument, for messages.
 
         Raises:
-            ConfigError: These are no such numbers.
+            ConfigError: ``given`` has another type or shape.
         """
         values = float_vectors(given, what).clone()
         reasons: list[str | None] = [None] * len(values)
@@ -122,7 +107,11 @@ class Vectors(Images):
         return list(self.values[torch.from_numpy(rows), 0].numpy())
 
     def content_keys(self, rows: np.ndarray) -> Iterator[bytes]:
-        """Yield the bytes of all views of each row, for the fingerprint."""
+        """Yield the bytes of all views of each row, for the fingerprint of the data.
+
+        Args:
+            rows: Row numbers, int64 (n,).
+        """
         return (self.values[row].numpy().tobytes() for row in rows.tolist())
 
     def paths(self, rows: np.ndarray) -> list[str | None]:
@@ -130,11 +119,14 @@ class Vectors(Images):
         return [None] * len(rows) if self.shown is None else self.shown.paths(rows)
 
     def vectors(self, rows: np.ndarray) -> tuple[Tensor, list[str | None]]:
-        """Return the vectors of ``rows``, int64 (n,).
+        """Return the vectors of some rows, with all views.
+
+        Args:
+            rows: Row numbers, int64 (n,).
 
         Returns:
             float32 (n, V, D), which are ``values`` themselves if all rows are asked for
-            in order; and the reasons of rows without a usable vector.
+            in order; and for each row the reason why it has no usable vector, or None.
         """
         reasons = [self.reasons[row] for row in rows.tolist()]
         if np.array_equal(rows, np.arange(len(self))):
@@ -197,16 +189,17 @@ def read_vectors(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
 
     Parquet files have a column ``embedding`` with lists of D numbers. They may also
     have id, label, eval_label, split, text, and image or path, which the report shows.
-    A .npy or .npz file holds numbers (N, D). It may have the same columns beside it: in
-    a .csv file of the same name, or as other arrays of the .npz file.
+    A .npy, .npz or .pt file holds numbers (N, D). It may have the same columns beside
+    it: in a .csv file of the same name, or as other arrays of the .npz or .pt file. An
+    .h5ad file has them in ``obs``.
 
     Rows with the same id become one row with several views. The first is the one for
     evaluation. A row with fewer views than others repeats its own. A row without a
     usable vector is an unreadable one.
 
     Args:
-        path: Path or URI of a .parquet, .npy or .npz file, or a folder of Parquet
-            files.
+        path: Path or URI of a .parquet, .npy, .npz, .pt or .h5ad file, or a folder of
+            Parquet files.
         options: How the source is read.
 
     Raises:
@@ -214,12 +207,16 @@ def read_vectors(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
             the same id differ in label or split.
     """
     source = f"vectors:{path}"
-    if filesystem.kind(path) == "file" and not path.endswith((".parquet", *ARRAYS)):
+    if path.endswith((*ARRAYS, H5AD)):
+        read = read_h5ad if path.endswith(H5AD) else read_array_file
+        given = read(path, options)
+        table = pa.table(given.columns)
+        content = _Content(table, given.values, {}, None, given.names, given.notes)
+    elif filesystem.kind(path) == "file" and not path.endswith(".parquet"):
         fix = CSV_FIX if path.lower().endswith(".csv") else fix_for(path)
         what = f"; this is {fix}" if fix else ""
-        raise ConfigError(f"{path}: vectors: reads .parquet, .npy and .npz{what}")
-    if path.endswith(ARRAYS):
-        content = _read_arrays(path, options)
+        kinds = ", ".join((".parquet", H5AD, *ARRAYS))
+        raise ConfigError(f"{path}: vectors: reads {kinds}{what}")
     else:
         content = _read_parquet(source, path, options)
     values, num = content.values, len(content.values)
@@ -270,13 +267,14 @@ def read_vectors(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
     words = None
     if "text" in columns:
         words = columns["text"].cast(pa.string()).combine_chunks().take(pa.array(first))
-    notes: tuple[str, ...] = ()
+    notes = content.notes
     if num_views > 1:
-        notes = (f"rows of one id, {num_views} at most, are its views",)
+        notes += (f"rows of one id, {num_views} at most, are its views",)
     if "label" not in content.table.column_names and not options.images_only:
         notes += tables.note_of_no_label(path, content.names, options.columns)
         if path.endswith(ARRAYS) and not content.names:
-            fix = f"write them to {path[:-4]}.csv, column label, one row a vector"
+            beside = f"{os.path.splitext(path)[0]}.csv"
+            fix = f"write them to {beside}, column label, one row a vector"
             notes = (*notes, f"no labels: {fix}")
     return Rows(
         coded.dictionary,
@@ -367,7 +365,9 @@ class GivenVectors(NamedTuple):
         return found.hexdigest()
 
     def store(self, path: str) -> None:
-        """Write a file for :func:`read_vectors`, by an atomic write.
+        """Write the vectors and columns to a Parquet file, by an atomic write.
+
+        :func:`read_vectors` reads the file.
 
         Args:
             path: Path or URI of the file.
@@ -380,8 +380,11 @@ def given_vectors(embeddings: Any, labels: Any = None, ids: Any = None) -> Given
     """Check embeddings, labels and ids that a caller passes.
 
     Args:
-        embeddings: Numbers as :func:`~uno.data.from_python.float_vectors` takes them.
-        labels: The class of each row (N,), or a missing value, or None.
+        embeddings: Numbers (N, D), or (N, V, D) with V views of each row: an array, a
+            tensor, nested lists or a column, see
+            :func:`~uno.data.from_python.float_vectors`.
+        labels: The class of each row (N,), or a missing value; None for no labels at
+            all.
         ids: The id of each row (N,); by default rows are numbered.
 
     Returns:
@@ -463,6 +466,7 @@ class _Content(NamedTuple):
         reasons: Row number -> why the row has no vector. Its numbers are zeros.
         pictures: The pictures of the rows, or None.
         names: The names of all columns that the source has.
+        notes: Lines for the user about how the source was read.
     """
 
     table: pa.Table
@@ -470,6 +474,7 @@ class _Content(NamedTuple):
     reasons: dict[int, str]
     pictures: Images | None
     names: list[str]
+    notes: tuple[str, ...] = ()
 
 
 def _read_parquet(source: str, path: str, options: ReadOptions) -> _Content:
@@ -544,198 +549,6 @@ def _read_parquet(source: str, path: str, options: ReadOptions) -> _Content:
     )
     values, reasons = _read_matrix(source, lists)
     return _Content(table, values, reasons, shown, list(schema.names))
-
-
-def _read_arrays(path: str, options: ReadOptions) -> _Content:
-    """Read the numbers of a .npy or .npz file, and the columns beside them.
-
-    The columns are other arrays of the .npz file, and those of a .csv file of the same
-    name, if there is one.
-
-    Args:
-        path: Path or URI of the file.
-        options: How the source is read.
-
-    Raises:
-        ConfigError: The file cannot be read or does not hold numbers (N, D); or the
-            .csv file has another number of rows, or a column that the .npz file has,
-            too.
-    """
-    names = options.columns
-    values, columns, present = _load_arrays(path, names)
-    if values.ndim != 2:
-        raise ConfigError(f"{path} must hold numbers (N, D), not {values.shape}")
-    float_vectors(values[:1], path)
-    if values.dtype != np.float32:
-        given_values, values = values, new_array(values.shape)
-        values[:] = given_values
-    beside = f"{path[:-4]}.csv"
-    if filesystem.kind(beside) == "file":
-        given = read_csv(beside).columns
-        present += given
-        in_csv = _columns_of_csv(beside, given, len(values), path, names, columns)
-        if (both := sorted(in_csv.keys() & columns.keys())) and both:
-            raise ConfigError(
-                f"{path} and {beside} both hold {both[0]}; remove one of them"
-            )
-        columns |= in_csv
-    return _Content(pa.table(columns), values, {}, None, present)
-
-
-def _load_arrays(
-    path: str, names: Mapping[str, str]
-) -> tuple[np.ndarray, dict[str, Any], list[str]]:
-    """Read a .npy or .npz file. A local .npy file stays on the disk and is mapped.
-
-    Args:
-        path: Path or URI of the file.
-        names: Standard name of a column, such as "label" -> its name there.
-
-    Returns:
-        The embeddings, of any shape; the standard columns (N,) as Arrow arrays; and the
-        names of all arrays but the embeddings.
-
-    Raises:
-        ConfigError: The file cannot be read, is too large, or it is not clear which of
-            its arrays are the embeddings.
-    """
-    try:
-        if path.endswith(".npy") and os.path.isfile(path):
-            # the array stays in the file, which is mapped
-            loaded = np.load(path, mmap_mode="c", allow_pickle=False)
-            return loaded, {}, []
-        with filesystem.open_binary(path) as file:
-            loaded = np.load(file, allow_pickle=False)
-            if isinstance(loaded, np.ndarray):
-                return loaded, {}, []
-            _require_small(path, loaded.zip)
-            arrays = {name: loaded[name] for name in loaded.files}
-    except ConfigError:
-        raise
-    except UNREADABLE as error:
-        reason = one_line(error)
-        # NumPy's message advises to allow Python objects, which is not safe
-        if "pickle" in reason or "bject" in reason:
-            reason = (
-                "it is damaged, or holds Python objects, which are not opened; save a"
-                " list "
-            )
-            reason += "of vectors with np.stack, and names with .astype(str)"
-        if isinstance(error, zipfile.BadZipFile | zlib.error):
-            reason += "; the file is damaged, save it again with np.savez"
-        raise ConfigError(f"{path} holds no array that can be read: {reason}") from None
-    name = _name_of_embeddings(path, arrays, names)
-    columns = dict[str, Any]()
-    for ours in (*COLUMNS, "image"):
-        theirs = names.get(ours, ours)
-        if theirs not in arrays or theirs == name or ours == "embedding":
-            continue
-        if arrays[theirs].shape != arrays[name].shape[:1]:
-            raise ConfigError(
-                f"{path}: array {theirs} has the shape {arrays[theirs].shape}, not "
-                f"{arrays[name].shape[:1]} as the rows of {name}"
-            )
-        column = arrays[theirs]
-        column = column.astype(str) if column.dtype.kind == "S" else column
-        columns["path" if ours == "image" else ours] = pa.array(column)
-    return arrays[name], columns, [other for other in arrays if other != name]
-
-
-def _require_small(path: str, archive: zipfile.ZipFile) -> None:
-    """Refuse a .npz file that takes too much memory.
-
-    Args:
-        path: Path of the file, for the error message.
-        archive: The opened file.
-
-    Raises:
-        ConfigError: Its arrays have more than ``MAX_NPZ_BYTES`` bytes.
-    """
-    num_bytes = sum(member.file_size for member in archive.infolist())
-    if num_bytes > MAX_NPZ_BYTES:
-        raise ConfigError(
-            f"{path}: its arrays have {num_bytes:,} bytes, more than {MAX_NPZ_BYTES:,}"
-            " that are read into memory; save the embeddings as a .npy file with"
-            " np.save, and the labels as a .csv file of the same name"
-        )
-
-
-def _name_of_embeddings(
-    path: str, arrays: Mapping[str, np.ndarray], names: Mapping[str, str]
-) -> str:
-    """Return the name of the array of a .npz file that holds the embeddings.
-
-    It is the array that ``names`` names, or that is called 'embedding'. Otherwise it is
-    the only array, or the only matrix among several.
-
-    Raises:
-        ConfigError: There is no such array, or there are several.
-    """
-    wanted = names.get("embedding", "embedding")
-    if wanted in arrays:
-        return wanted
-    matrices = [name for name, array in arrays.items() if array.ndim == 2]
-    candidates = matrices if len(arrays) > 1 else [*arrays]
-    if "embedding" not in names and len(candidates) == 1:
-        return candidates[0]
-    shapes = [f"{name} {array.shape}" for name, array in arrays.items()]
-    has = one_line(", ".join(shapes)) or "nothing"
-    raise ConfigError(
-        f"{path} holds {has}; say which array the embeddings are: "
-        f"--data.columns embedding={matrices[0] if matrices else 'NAME'}"
-    )
-
-
-def _columns_of_csv(
-    beside: str,
-    given: Mapping[str, list[Any]],
-    num_rows: int,
-    path: str,
-    names: Mapping[str, str],
-    inside: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Return the standard columns of the .csv file beside an array file.
-
-    Args:
-        beside: Path of the .csv file.
-        given: The columns of the .csv file.
-        num_rows: The number of rows of the array file.
-        path: The array file, for the error message.
-        names: Standard name of a column, such as "label" -> its name there.
-        inside: The standard columns that are in the array file, which need not be in
-            the .csv file.
-
-    Returns:
-        Standard column name -> Arrow array of text (num_rows,).
-
-    Raises:
-        ConfigError: The .csv file has another number of rows, or lacks a column that
-            ``names`` names.
-    """
-    wanted = {
-        ours: theirs
-        for ours, theirs in names.items()
-        if ours != "embedding" and ("path" if ours == "image" else ours) not in inside
-    }
-    tables.check_names(beside, given, ReadOptions(columns=wanted))
-    theirs = {ours: names.get(ours, ours) for ours in COLUMNS}
-    columns = {
-        ours: pa.array(given[c], pa.string())
-        for ours, c in theirs.items()
-        if c in given
-    }
-    if names.get("image", "image") in given:
-        columns["path"] = pa.array(given[names.get("image", "image")], pa.string())
-    if (num_lines := len(next(iter(given.values()), []))) != num_rows:
-        fix = (
-            '; an empty line is no row: write "" for no label'
-            if len(given) == 1
-            else ""
-        )
-        raise ConfigError(
-            f"{beside} has {plural(num_lines, 'row')}, {path} has {num_rows:,}{fix}"
-        )
-    return columns
 
 
 def _read_lists(file: Any, column: str) -> Iterator[Any]:
@@ -817,40 +630,6 @@ def _read_matrix(
         for row in np.flatnonzero(~fits).tolist()
     }
     return values, wrong
-
-
-def new_array(shape: tuple[int, ...]) -> np.ndarray:
-    """Return an array of zeros, which is in memory or in a file.
-
-    An array of :data:`MAPPED_BYTES` or more is mapped to a file of the cache directory,
-    or of the directory for temporary files if the cache cannot be used. The file has no
-    name and disappears with the process.
-
-    Args:
-        shape: The shape of the array.
-
-    Returns:
-        An array float32 of this shape.
-
-    Raises:
-        StorageError: The file cannot be made, for example because the disk is full.
-    """
-    size = 4 * math.prod(shape)
-    if size < MAPPED_BYTES:
-        return np.zeros(shape, np.float32)
-    folder = os.path.expanduser(filesystem.user_cache())
-    try:
-        os.makedirs(folder, exist_ok=True)
-    except OSError:  # the cache directory is a URI, or it is not writable
-        folder = tempfile.gettempdir()
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            filesystem.reserve_space(file, size)
-            return np.memmap(file, np.float32, "r+", shape=shape)
-    except OSError as error:
-        raise StorageError(
-            f"cannot store {size / 1e9:.1f} GB of vectors in {folder}: {error}"
-        ) from None
 
 
 def equal_rows(values: Tensor) -> list[list[int]]:

@@ -79,12 +79,13 @@ Zeros = Callable[[tuple[int, ...]], Tensor]
 
 
 class Chunk(NamedTuple):
-    """Features of some rows of a task.
+    """The features of some rows of a data set, which were computed together.
 
     Attributes:
-        rows: int64 (n,), the numbers of the rows in the task.
-        features: float32 (n, 1 + V, D), zeros for rows that cannot be read and for the
-            random views of test rows.
+        rows: The numbers of the rows, int64 (n,).
+        features: float32 (n, 1 + V, D), the evaluation view and V random views of each
+            row. They are zeros for rows that cannot be read and for the random views of
+            test rows.
         reasons: For each row the reason why it cannot be read, or None.
     """
 
@@ -98,11 +99,11 @@ Compute = Callable[[np.ndarray], Iterable[Chunk]]
 
 
 class FeatureJob(NamedTuple):
-    """The images to encode, and how to encode them.
+    """The rows to encode by a frozen encoder, and how to encode them.
 
     Attributes:
         config: The configuration of the run.
-        task: The rows.
+        task: All rows of the run, with their images.
         encoder: The frozen encoder, in eval mode.
         facts: All that features depend on besides the image, as JSON values.
     """
@@ -132,10 +133,10 @@ class FeatureJob(NamedTuple):
         return f"features/{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
     def ids(self, rows: np.ndarray) -> list[str]:
-        """Return the ids of rows.
+        """Return the ids of some rows as texts.
 
         Args:
-            rows: int64 (n,), numbers of rows of the task.
+            rows: Row numbers among all rows of the run, int64 (n,).
         """
         return self.task.rows.ids.take(rows).to_pylist()
 
@@ -143,7 +144,7 @@ class FeatureJob(NamedTuple):
         """Return which rows have random views: training rows, if there are such views.
 
         Args:
-            rows: int64 (n,), numbers of rows of the task.
+            rows: Row numbers among all rows of the run, int64 (n,).
 
         Returns:
             bool (n,).
@@ -169,16 +170,19 @@ def feature_job(config: Config, task: Task, encoder: nn.Module) -> FeatureJob:
     facts = settings(config) | {
         "version": VERSION,
         "weights": digest.hexdigest(),
-        "packages": _versions(config),
+        "packages": _package_versions(config),
         **code_of(config.model.encoder, encoder),
     }
     return FeatureJob(config, task, encoder, facts)
 
 
-def _versions(config: Config) -> dict[str, str]:
+def _package_versions(config: Config) -> dict[str, str]:
     """Return the versions of the packages that decode and encode images, by name.
 
     The suffix that tells builds of PyTorch for CPUs from those for GPUs is removed.
+
+    Args:
+        config: The configuration, which names the library and runtime of the encoder.
     """
     library = config.model.encoder.partition(":")[0]
     names = {"torch", "pillow"} | {library} & {"timm", "torchvision"}
@@ -194,7 +198,7 @@ def settings(config: Config) -> dict[str, Any]:
     """
     data = config.data
     if config.augment.num_cached_views:
-        views = _views(config).model_dump(mode="json")
+        views = _random_view_settings(config).model_dump(mode="json")
     else:
         views = {"size": config.augment.large.size}  # the evaluation view depends on it
     return {
@@ -206,7 +210,7 @@ def settings(config: Config) -> dict[str, Any]:
     }
 
 
-def _views(config: Config) -> AugmentConfig:
+def _random_view_settings(config: Config) -> AugmentConfig:
     """Return the augmentation of the V random views.
 
     It is the augmentation of the run's large views, without small views.
@@ -234,12 +238,12 @@ def view_seeds(ids: Sequence[str]) -> np.ndarray:
 
 
 def encode_chunk(job: FeatureJob, encoder: nn.Module, rows: np.ndarray) -> Chunk:
-    """Decode and encode some rows.
+    """Decode the images of some rows, and compute their features.
 
     Args:
-        job: The task to encode, and how.
+        job: The rows to encode, and how.
         encoder: The encoder in eval mode on its device, or a :class:`Runtime` of it.
-        rows: int64 (n,), numbers of rows of the task.
+        rows: The numbers of the rows, int64 (n,).
 
     Raises:
         ConfigError: The encoder returns numbers that are not finite.
@@ -270,13 +274,15 @@ def encode_chunk(job: FeatureJob, encoder: nn.Module, rows: np.ndarray) -> Chunk
 
 
 def oddity(features: Tensor) -> str:
-    """Return why features cannot distinguish images.
+    """Return why features cannot distinguish images, in a word.
 
     Args:
         features: (N, D).
 
     Returns:
-        A key of :data:`ODD` ('zero', 'constant' or 'huge'), or '' for usable features.
+        'zero' if all are zero, 'constant' if they hardly differ between rows, 'huge' if
+        they are too large to compute with, or '' for usable features. These are the
+        keys of :data:`ODD`.
     """
     exact = features.double()
     norm = float(exact.norm(dim=1).mean())
@@ -296,18 +302,20 @@ def not_finite(config: Config) -> ConfigError:
 def decode_rows(
     config: Config, seeds: np.ndarray, images: Sequence[Image], has_views: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, list[str | None]]:
-    """Decode the pixels that the encoder sees of some rows. Every image is read once.
+    """Decode all pixels of some rows that an encoder needs. Every image is read once.
 
     Args:
         config: The configuration of the run.
-        seeds: int64 (n,), from :func:`view_seeds`.
+        seeds: The seeds of the random views of each row, int64 (n,), from
+            :func:`view_seeds`.
         images: The images of the n rows.
         has_views: bool (n,), the rows that have random views.
 
     Returns:
-        The pixels uint8 (n, :func:`row_bytes`): the square of the evaluation view, then
-        the crops of the random views, black where there are none; bool (n,), the rows
-        that have crops; and for each row the reason why it cannot be read, or None.
+        The pixels of each row in one line, uint8 (n, bytes): first the whole image,
+        resized and cropped to a square (3, S, S) for the evaluation view, then the
+        crops of the random views, black where there are none. bool (n,), the rows that
+        have crops. For each row the reason why it cannot be read, or None.
     """
     data, cropper = config.data, _cropper(config)
     squares = np.zeros((len(images), 3, data.stored_size, data.stored_size), np.uint8)
@@ -338,13 +346,15 @@ def encode_rows(
     viewed: np.ndarray,
     ok: np.ndarray,
 ) -> Tensor:
-    """Encode the rows of :func:`decode_rows`.
+    """Compute the features of rows from the pixels that :func:`decode_rows` returns.
 
     Args:
         config: The configuration of the run.
         encoder: The encoder in eval mode on its device, or a :class:`Runtime` of it.
-        seeds: int64 (n,), from :func:`view_seeds`.
-        pixels: uint8 (n, :func:`row_bytes`).
+        seeds: The seeds of the random views of each row, int64 (n,), from
+            :func:`view_seeds`.
+        pixels: The pixels of each row, uint8 (n, bytes): the image as a square, then
+            the crops of the random views.
         viewed: bool (n,), the rows that have crops of random views.
         ok: bool (n,), the rows that could be read.
 
@@ -371,19 +381,19 @@ def encode_rows(
 
 
 def _random_views(config: Config, seed: int, crops: Tensor) -> list[Tensor]:
-    """Return the V normalized random views of one row.
+    """Make the V normalized random views of one row from its crops.
 
     Args:
         config: The configuration of the run.
         seed: The seed of the row, from :func:`view_seeds`.
-        crops: uint8 (1, bytes), the crops of the row.
+        crops: uint8 (1, bytes), the pixels of the random crops of the row.
 
     Returns:
         V tensors (1, 3, S, S).
     """
     return augment_crops(
         _cropper(config).split(crops),
-        _views(config),
+        _random_view_settings(config),
         augment_generator(VIEW_SEED, FEATURES, seed),
         config.data.mean,
         config.data.std,
@@ -394,28 +404,39 @@ def _random_views(config: Config, seed: int, crops: Tensor) -> list[Tensor]:
 
 
 def row_bytes(config: Config) -> int:
-    """Return the number of bytes of a row's pixels: its square and its crops."""
+    """Return how many bytes of pixels :func:`decode_rows` returns for a row.
+
+    They are the image as a square and the crops of its random views.
+    """
     return _square_bytes(config) + _cropper(config).row_bytes
 
 
 def _square_bytes(config: Config) -> int:
-    """Return the number of bytes of a row's stored square, uint8 (3, S, S)."""
+    """Return the number of bytes of an image decoded to a square, uint8 (3, S, S).
+
+    S is ``data.stored_size``.
+    """
     return 3 * config.data.stored_size**2
 
 
 def _cropper(config: Config) -> Cropper:
-    """Return the object that crops the random views of rows.
+    """Return the object that crops the random views of rows from their images.
 
     Its random numbers depend on a training step. The seed of a row is used as the step.
     """
     data = config.data
     return Cropper(
-        VIEW_SEED, FEATURES, 1, _views(config), data.stored_size, Decoding.of(data)
+        VIEW_SEED,
+        FEATURES,
+        1,
+        _random_view_settings(config),
+        data.stored_size,
+        Decoding.of(data),
     )
 
 
 def _encode(config: Config, encoder: nn.Module, images: Tensor) -> Tensor:
-    """Encode normalized images.
+    """Compute the features of normalized images in batches.
 
     On a CPU all batches have one size: the last one is filled up with black images.
 
@@ -449,8 +470,8 @@ def first_images(job: FeatureJob, rows: np.ndarray) -> Tensor:
     Images that cannot be read are black.
 
     Args:
-        job: The task to encode, and how.
-        rows: int64 (n,), numbers of rows of the task.
+        job: The rows of the run, and how they are encoded.
+        rows: The numbers of rows, int64 (n,), of which the first ones are decoded.
 
     Returns:
         Normalized images (B, 3, S, S).
@@ -462,11 +483,12 @@ def first_images(job: FeatureJob, rows: np.ndarray) -> Tensor:
 
 
 def _plain_views(config: Config, pixels: Tensor) -> Tensor:
-    """Return the normalized evaluation views of rows.
+    """Make the normalized evaluation views of rows from their pixels.
 
     Args:
         config: The configuration of the run.
-        pixels: uint8 (n, :func:`row_bytes`).
+        pixels: The pixels of each row as :func:`decode_rows` returns them, uint8 (n,
+            bytes). Only the image itself is used, not the crops behind it.
 
     Returns:
         (n, 3, S, S), on the device of ``pixels``.
@@ -497,13 +519,13 @@ def compute_local(
     takes over that number when it begins, so it is set before the threads start.
 
     Args:
-        job: The task to encode, and how.
+        job: The rows of the run, and how they are encoded.
         encoder: The encoder in eval mode on its device, or a :class:`Runtime` of it.
-        rows: int64 (n,), numbers of rows of the task.
+        rows: The numbers of the rows to encode, int64 (n,).
         threads: Number of threads.
 
     Yields:
-        The chunks, in order.
+        The features of consecutive rows, in order.
 
     Raises:
         ConfigError: The encoder returns numbers that are not finite.
@@ -549,10 +571,10 @@ def image_versions(images: Images, rows: np.ndarray) -> pa.Array:
 
 
 class _Index(NamedTuple):
-    """The images of one file of a cache.
+    """Which images one file of a feature cache holds, and where.
 
     Attributes:
-        keys: Arrow array of the id, version and number of views of each image.
+        keys: Arrow array of text: the id, version and number of views of each image.
         first: The number of the first vector of each image in the file, int64.
     """
 
@@ -561,14 +583,14 @@ class _Index(NamedTuple):
 
 
 class FeatureCache:
-    """The cache for one way of encoding, in a cache directory.
+    """The cached features of one way of encoding, in a cache directory.
 
     Images that cannot be read have no features in the cache, so each use tries to read
     them again.
 
     Args:
         storage: The cache directory.
-        job: The task whose features are read and written, and how they are computed.
+        job: The rows whose features are read and written, and how they are computed.
     """
 
     def __init__(self, storage: Storage, job: FeatureJob) -> None:
@@ -582,16 +604,17 @@ class FeatureCache:
 
     @property
     def path(self) -> str:
-        """The path or URI of the folder, for messages."""
+        """The path or URI of the folder with the files of features, for messages."""
         return self._storage.below(self._job.folder)
 
     def read(self, zeros: Zeros = torch.zeros) -> tuple[Tensor, np.ndarray]:
-        """Read the features of all rows that the cache has.
+        """Read the features of all N rows that the cache has.
 
-        A file that is damaged is removed, and a line is logged.
+        A file that is damaged is removed, and a warning is logged.
 
         Args:
-            zeros: Allocates the features.
+            zeros: Allocates the tensor of features from its shape, such as
+                ``torch.zeros``.
 
         Returns:
             Features float32 (N, 1 + V, D), zeros where there are none; and the numbers
@@ -619,7 +642,7 @@ class FeatureCache:
             bounds = np.searchsorted(found[order], starts)
 
             def copy(number: int) -> None:
-                """Copy the features of one file, unless it is damaged."""
+                """Copy the features of one file, unless the file is damaged."""
                 rows = order[bounds[number] : bounds[number + 1]]
                 table = self._read_columns(names[number], ["embedding"])
                 if table is None:
@@ -664,7 +687,7 @@ class FeatureCache:
             self._storage.write(f"{self._job.folder}/facts.json", text.encode())
 
     def _read_index(self, name: str) -> _Index:
-        """Return which images a file has; none if it is damaged."""
+        """Read which images a file of features holds; none if it is damaged."""
         table = self._read_columns(name, ["id", "version", "view"])
         if table is None:
             return _Index(pa.array([], pa.large_string()), np.arange(0))
@@ -675,7 +698,11 @@ class FeatureCache:
         return _Index(keys, first)
 
     def _read_columns(self, name: str, columns: list[str]) -> pa.Table | None:
-        """Read columns of a file.
+        """Read columns of one file of features.
+
+        Args:
+            name: The name of the file.
+            columns: The names of the columns.
 
         Returns:
             The table, or None if the file is damaged, which is then removed. A file is
@@ -700,7 +727,9 @@ class FeatureCache:
 
 @contextmanager
 def _naming_the_option() -> Iterator[None]:
-    """Add the option that stores features elsewhere to a StorageError of the block.
+    """Name the option ``--compute.cache`` in a StorageError of the block.
+
+    The user can store features elsewhere by this option.
 
     Raises:
         StorageError: The ``with`` block raises one.
@@ -719,16 +748,16 @@ def cached_features(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     zeros: Zeros = torch.zeros,
 ) -> tuple[Tensor, list[str | None]]:
-    """Return features from a cache, and encode the rows that it lacks.
+    """Return the features of all rows, from a cache or computed now.
 
     Rows that were encoded are written to the cache every few seconds, also when the
     computation is stopped, so that it resumes later.
 
     Args:
-        cache: The cache.
-        compute: Encodes the rows that are missing.
+        cache: The cache of the N rows.
+        compute: Encodes the rows that the cache lacks.
         on_progress: Called with the number of rows that are done, and of all rows.
-        zeros: Allocates the features.
+        zeros: Allocates the tensor of features from its shape, such as ``torch.zeros``.
 
     Returns:
         Features float32 (N, 1 + V, D), and for each row the reason why it cannot be
@@ -764,12 +793,13 @@ def cached_features(
 
 
 def _save(cache: FeatureCache, features: Tensor, unsaved: list[np.ndarray]) -> None:
-    """Write the features of rows that the cache lacks, if any, and empty the list.
+    """Write new features to the cache, if there are any, and empty the list of rows.
 
     Args:
         cache: The cache.
         features: The features of all rows, float32 (N, 1 + V, D).
-        unsaved: Numbers of the rows, int64 arrays.
+        unsaved: Numbers of the rows that are not in the cache yet, int64 arrays. The
+            list is emptied.
     """
     rows = np.concatenate([*unsaved, np.arange(0)])
     unsaved.clear()

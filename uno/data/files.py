@@ -109,6 +109,7 @@ def retry_transient(access: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(access)
     def retried(*args: P.args, **kwargs: P.kwargs) -> R:
+        """Call ``access``, and call it again after each error that may pass."""
         if getattr(_this_thread, "is_retrying", False):
             return access(*args, **kwargs)
         _this_thread.is_retrying = True
@@ -134,7 +135,7 @@ def is_uri(path: str) -> bool:
 
 
 def normalize_path(path: str) -> str:
-    """Return a path as the other functions take it.
+    """Convert a path as a user writes it to the form that this module takes.
 
     In a local path a leading ``~`` is expanded, and ``file://`` is removed with its
     percent signs decoded. Another URI only loses slashes at its end.
@@ -160,6 +161,9 @@ def valid_text(name: str) -> str:
     Args:
         name: File name, with surrogate escapes for bytes that are not UTF-8.
     """
+    with suppress(UnicodeEncodeError):
+        name.encode()
+        return name
     half = re.sub(
         "[\ud800-\udc7f\udd00-\udfff]", lambda found: ascii(found[0])[1:-1], name
     )
@@ -234,9 +238,18 @@ def walk(root: str, follow_links: bool = False) -> Iterator[FileEntry]:
 
 
 def _walk_local(root: str, follow_links: bool) -> Iterator[FileEntry]:
-    """Yield the files below a local folder, as :func:`walk`.
+    """Yield the files below a local folder in the order of their relative paths.
 
-    A link to a folder that is being listed is left out, so loops of links end.
+    Hidden files are left out. A link to a folder that is being listed is left out, so
+    loops of links end.
+
+    Args:
+        root: The local folder.
+        follow_links: Whether a link may lead out of ``root``.
+
+    Raises:
+        ConfigError: A folder cannot be listed, or a link leads out of ``root`` and
+            ``follow_links`` is False.
     """
     base = os.path.realpath(root).rstrip("/") + "/"
 
@@ -287,10 +300,16 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def _walk_remote(root: str) -> Iterator[FileEntry]:
-    """Yield the files below a URI, as :func:`walk`.
+    """Yield the files below a URI in the order of their relative paths.
 
-    The folders of the first levels are listed at the same time, and one request lists
-    all files below each folder of the last of these levels.
+    Hidden files are left out. The folders of the first levels are listed at the same
+    time, and one request lists all files below each folder of the last of these levels.
+
+    Args:
+        root: The URI of the folder.
+
+    Raises:
+        ConfigError: A folder cannot be listed.
     """
     with reading(root):
         files, inner = locate(root)
@@ -298,7 +317,12 @@ def _walk_remote(root: str) -> Iterator[FileEntry]:
 
     @retry_transient
     def list_folder(folder: str, is_deep: bool) -> list[Any]:
-        """Return pyarrow's ``FileInfo`` of the files and folders in a folder."""
+        """Return pyarrow's ``FileInfo`` of the files and folders in a folder.
+
+        Args:
+            folder: Path inside the file system.
+            is_deep: Whether all folders below it are listed, too.
+        """
         with reading(root):
             return list(
                 files.get_file_info(pa.fs.FileSelector(folder, recursive=is_deep))
@@ -446,11 +470,14 @@ def open_file(path: str) -> Any:
 
 
 def _open_inner(files: Any, inner: str | bytes) -> Any:
-    """Open a file of a file system, as :func:`open_file`.
+    """Open a file of a file system for reads in any order.
 
     Args:
         files: File system, as :func:`locate` returns it.
         inner: Path inside the file system, ``bytes`` for a local one.
+
+    Returns:
+        A ``pyarrow.NativeFile``. Failed reads of a remote file are retried.
     """
     if isinstance(inner, bytes):
         require_regular(inner)
@@ -754,15 +781,24 @@ class Storage:
         """
 
     def path(self, name: str) -> str:
-        """Return the full path of ``name`` inside the file system."""
+        """Return the full path of a file below the root, inside the file system.
+
+        Args:
+            name: The path of the file below the root; '' for the root itself.
+        """
         return f"{self.root}/{name}" if name else self.root
 
     def below(self, name: str) -> str:
-        """Return the full path or URI of ``name``. Options of a URI stay at its end."""
+        """Return the full path or URI of a file below the root.
+
+        Args:
+            name: The path of the file below the root; '' for the root itself. Options
+                of a URI stay at its end.
+        """
         return join(self.uri, name) if name else self.uri
 
     def exists(self, name: str = "") -> bool:
-        """Return whether there is a file or directory of that name."""
+        """Return whether there is a file or directory of this path below the root."""
         return bool(self._info(name).type != pa.fs.FileType.NotFound)
 
     def size(self, name: str) -> int:
@@ -788,7 +824,12 @@ class Storage:
 
     @retry_transient
     def list(self, name: str = "") -> list[str]:
-        """Return the sorted names in a directory, or none if it does not exist."""
+        """Return the names of the files and directories in a directory, sorted.
+
+        Args:
+            name: The path of the directory below the root; '' for the root itself. A
+                directory that does not exist counts as empty.
+        """
         if self.is_local and not self.exists(name):
             return []
         with self._errors("list", name):
@@ -1038,7 +1079,11 @@ class Storage:
             self._fs.create_dir(os.path.dirname(self._inner(name)), recursive=True)
 
     def _inner(self, name: str) -> str | bytes:
-        """Return the full path of ``name`` for pyarrow: bytes if it is local."""
+        """Return the full path of a file below the root, as pyarrow takes it.
+
+        It is bytes for a local file, whose name need not be text, and ``str``
+        otherwise.
+        """
         return os.fsencode(self.path(name)) if self.is_local else self.path(name)
 
     @retry_transient

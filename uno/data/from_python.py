@@ -21,7 +21,7 @@ LIST_METHODS = ("to_pylist", "to_list", "tolist")
 
 
 def float_vectors(given: Any, what: str) -> Tensor:
-    """Return numbers that a caller passes as vectors.
+    """Convert numbers that a caller passes as vectors to a float32 tensor.
 
     Values that are missing become NaN, so that the row is reported as unusable.
 
@@ -55,7 +55,11 @@ def float_vectors(given: Any, what: str) -> Tensor:
 
 
 def _dense(given: Tensor, what: str) -> Tensor:
-    """Return a dense tensor on the CPU, without its graph.
+    """Return a tensor on the CPU without its autograd graph, if it is dense.
+
+    Args:
+        given: The tensor.
+        what: The name of the argument, for the message.
 
     Raises:
         ConfigError: The tensor is sparse or has another layout than strides.
@@ -67,7 +71,13 @@ def _dense(given: Tensor, what: str) -> Tensor:
 
 
 def _float_array(given: Any, what: str) -> np.ndarray:
-    """Return float32 numbers in native byte order with strides that PyTorch accepts.
+    """Convert numbers to a float32 array that PyTorch can wrap.
+
+    Its byte order is native and its memory is contiguous.
+
+    Args:
+        given: The numbers, as a caller passes them.
+        what: The name of the argument, for the message.
 
     Raises:
         ConfigError: ``given`` does not hold real numbers in rows of equal length.
@@ -110,10 +120,13 @@ def _stacked(array: np.ndarray, what: str) -> np.ndarray:
 
 
 def _fix(given: Any) -> str:
-    """Return what to do with a table or column that does not hold plain numbers.
+    """Return advice for a table or column that does not hold plain numbers.
+
+    Args:
+        given: The table or column, as a caller passes it.
 
     Returns:
-        Text that ends an error, '' if there is no advice.
+        Text that ends an error message, '' if there is no advice.
     """
     if hasattr(given, "columns"):
         return (
@@ -203,7 +216,10 @@ def values_of(given: Any, what: str) -> list[Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a scalar of NumPy, PyTorch or pyarrow as a Python object."""
+    """Convert a scalar of NumPy, PyTorch or pyarrow to a Python object.
+
+    Other values are returned unchanged.
+    """
     if hasattr(value, "as_py"):
         return value.as_py()
     if isinstance(value, np.generic | Tensor) and value.ndim == 0:

@@ -108,7 +108,7 @@ class Images(Protocol):
         return self.split_rows(np.arange(len(self)), size)
 
     def split_rows(self, rows: np.ndarray, size: int) -> Iterator[Images]:
-        """Yield the images of some rows in parts, as :meth:`split` does.
+        """Yield the images of some rows in parts, to be read in order.
 
         Args:
             rows: Row numbers, int64 (n,).
@@ -184,7 +184,7 @@ class Images(Protocol):
         return [path_of(image) for image in self.read_images(rows)]
 
     def lines(self, rows: np.ndarray) -> list[int | None]:
-        """Return the line on which each image stands in a table of text, or None.
+        """Return for each image its line in the table of text that names it, or None.
 
         Args:
             rows: Row numbers, int64 (n,).
@@ -192,9 +192,10 @@ class Images(Protocol):
         return [None] * len(rows)
 
     def reader(self) -> Images | None:
-        """Return a small object that reads the images on any node.
+        """Return a small object that reads the same images in another process.
 
-        It is sent to another process and reads the rows that :meth:`numbers` returns.
+        It can be sent to any node, and reads rows by the numbers that :meth:`numbers`
+        returns.
 
         Returns:
             Images of the whole source, or None if the images themselves must be sent.
@@ -202,13 +203,13 @@ class Images(Protocol):
         return None
 
     def numbers(self, rows: np.ndarray) -> np.ndarray:
-        """Return the numbers that rows have in :meth:`reader`.
+        """Return the row numbers under which :meth:`reader` has some of these images.
 
         Args:
-            rows: Row numbers, int64 (n,).
+            rows: Row numbers in these images, int64 (n,).
 
         Returns:
-            int64 (n,).
+            Row numbers in the images of :meth:`reader`, int64 (n,).
         """
         return rows
 
@@ -270,8 +271,8 @@ class Ready(NamedTuple):
     reasons: Sequence[str | None]
 
 
-def _of_others(name: str) -> Any:
-    """Make a method of :class:`ImageSubset` that asks its base images.
+def _delegate_method(name: str) -> Any:
+    """Make a method of :class:`ImageSubset` that calls the method of its base images.
 
     Args:
         name: Name of a method that takes row numbers int64 (n,).
@@ -308,12 +309,12 @@ class ImageSubset(Images):
         return self.images[int(self.index[row])]
 
     def take(self, rows: np.ndarray) -> ImageSubset:
-        """Return only the images of some rows, as a subset of the same base images.
+        """Return only the images of some rows of the subset, as another subset.
 
         Decoded pixels or features of the rows that are in memory are taken along.
 
         Args:
-            rows: Row numbers, int64 (n,).
+            rows: Row numbers in the subset, int64 (n,).
         """
         ready = self.ready
         if ready is not None:
@@ -324,13 +325,18 @@ class ImageSubset(Images):
         return ImageSubset(self.images, self.index[rows], ready)
 
     def split_rows(self, rows: np.ndarray, size: int) -> Iterator[Images]:
-        """Yield the images of some rows int64 (n,) in parts of ``size`` images."""
+        """Yield the images of some rows of the subset in parts, to be read in order.
+
+        Args:
+            rows: Row numbers in the subset, int64 (n,).
+            size: Number of images of each part but the last.
+        """
         if self.ready is not None:
             return super().split_rows(rows, size)
         return self.images.split_rows(self.index[rows], size)
 
     groups, sizes, content_keys, times, paths, lines, numbers, vectors, captions = map(
-        _of_others,
+        _delegate_method,
         (
             "groups",
             "sizes",
@@ -346,14 +352,14 @@ class ImageSubset(Images):
 
     @property
     def is_remote(self) -> bool:
-        """Whether the base images are in remote storage."""
+        """Whether the images of which this is a subset are in remote storage."""
         return self.images.is_remote
 
     def reader(self) -> Images | None:
-        """Return an object that reads the base images on any node.
+        """Return an object that reads all images of the source in another process.
 
-        It reads the rows that ``numbers`` returns. None if images must be sent
-        themselves.
+        It reads rows by the numbers that ``numbers`` returns. None if the images
+        themselves must be sent.
         """
         return self.images.reader()
 
@@ -451,12 +457,12 @@ class Files(Images):
 
     @classmethod
     def of(cls, paths: Sequence[str], stats: Iterable[Sequence[int]]) -> Files:
-        """Make images from paths, and make local paths absolute.
+        """Make images from the paths of files. Local paths become absolute.
 
         Args:
             paths: N paths and URIs; '' for a row without a file.
-            stats: Size and modification time of each file, as the attribute ``stats``
-                has them.
+            stats: Size in bytes and modification time in ns since 1970 of each file, -1
+                if not known. A missing file has the size -1 and the time 0.
         """
         full = [os.fsencode(path and full_path(path)) for path in paths]
         return cls(
@@ -513,7 +519,7 @@ class Files(Images):
         return bool(pa.compute.any(has_scheme).as_py())
 
     def lines(self, rows: np.ndarray) -> list[int | None]:
-        """Return the line of each file in a table of text, or None.
+        """Return for each file its line in the table of text that names it, or None.
 
         Args:
             rows: Row numbers, int64 (n,).
@@ -692,7 +698,7 @@ def path_of(image: Image) -> str | None:
 def row_names(
     ids: pa.LargeStringArray, images: Images, rows: Sequence[int]
 ) -> list[str]:
-    """Return how messages name rows.
+    """Return the texts by which messages name some rows.
 
     Args:
         ids: The ids of N rows.
@@ -710,7 +716,7 @@ def row_names(
 
 
 def name_row(name: str, path: str | None, line: int | None) -> str:
-    """Return how messages name a row.
+    """Return the text by which messages name a row.
 
     Args:
         name: The id of the row.
@@ -734,7 +740,7 @@ def name_row(name: str, path: str | None, line: int | None) -> str:
 
 
 def to_columns(images: Images, rows: np.ndarray) -> dict[str, Any]:
-    """Return the columns by which images are sent to another process.
+    """Convert images to Arrow columns, to send them to another process.
 
     Args:
         images: The images of all rows.

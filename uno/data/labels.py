@@ -27,7 +27,7 @@ def encode_labels(
     declared: Sequence[str] = (),
     name_row: Callable[[int], str] = "row {}".format,
 ) -> pa.DictionaryArray:
-    """Return the class of every row, by one rule for all sources.
+    """Return the class of every row of a source, by one rule for all sources.
 
     - None, NaN, ``pandas.NA`` and blank text are no label.
     - Text is the name of a class. Booleans are the classes ``True`` and ``False``.
@@ -79,7 +79,9 @@ def encode_labels(
 def encode_column(
     source: str, column: Any, declared: Sequence[str] = ()
 ) -> pa.DictionaryArray:
-    """Return the class of every row of an Arrow column, as :func:`encode_labels`.
+    """Return the class of every row of an Arrow column of labels.
+
+    Text, booleans and whole numbers are classes, by the rule of :func:`encode_labels`.
 
     Args:
         source: The source, as error messages name it.

@@ -7,7 +7,7 @@ are read when they are needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,6 +22,15 @@ from uno.data.sampling import PRETEXT, Batch, Order, Plan, augment_generator
 from uno.data.splits import Task, train_rows, truth_rows
 
 SPREAD_ROWS = 2**16  # rows from which the spread of each feature is computed
+# Limits of the batches of a sample, so that workers get about equally many rows.
+MIN_BATCH_ROWS, MAX_BATCHES = 32, 64
+
+Read = Callable[[Sequence[np.ndarray]], Iterator[tuple[Tensor, np.ndarray]]]
+"""Reads batches of a sample: takes the positions of the rows of each, int64 (b,).
+
+For each batch it yields the images or features of these rows, and bool (b,), which of
+them could be read. The values of the others have no meaning.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,17 +73,46 @@ class TrainSet:
         world_size: int = 1,
         last: int = 0,
     ) -> MemoryBatches:
-        """Return the batches of a phase for one worker.
+        """Return a function that gives one worker the batch of each step of a phase.
 
         Args:
             config: The configuration of the run.
-            plan: The sizes of the phase.
+            plan: The numbers that fix the rows of every batch of the phase.
             rank: Number of the worker.
             world_size: The number of workers.
             last: The step at which the phase ends. Only sets that read ahead, which are
                 those of :mod:`uno.data.stream`, need it.
         """
         return MemoryBatches(config, self, plan, rank, world_size)
+
+    def choose_rows(self, num: int) -> list[np.ndarray]:
+        """Choose a sample of labeled and of unlabeled rows, evenly spaced.
+
+        Args:
+            num: The largest number of labeled rows, and of unlabeled rows.
+
+        Returns:
+            Two arrays int64: positions among the labeled rows, and positions among the
+            unlabeled rows.
+        """
+        return [evenly_spaced(num, n) for n in (len(self.labels), self.num_unlabeled)]
+
+    def plan_reading(
+        self, chosen: Sequence[np.ndarray], batch_size: int
+    ) -> tuple[list[np.ndarray], Read]:
+        """Divide a sample of rows into batches, and return how they are read.
+
+        Args:
+            chosen: Positions of labeled and of unlabeled rows, as :meth:`choose_rows`
+                returns them.
+            batch_size: The largest number of rows of a batch.
+
+        Returns:
+            For each batch the positions of its rows in the sample, in which the labeled
+            rows come first; and the function that reads batches.
+        """
+        images = self.labeled_images, self.unlabeled_images
+        return plan_reading([*zip(images, chosen, strict=True)], batch_size)
 
     def sync(self) -> None:
         """Do nothing. Streamed sets exchange here which images are unreadable.
@@ -90,7 +128,7 @@ class EvalSet:
     Attributes:
         images: Images uint8 (N, 3, S, S), or features float32 (N, D).
         truth: Index of the true class among known + novel classes, int64 (N,).
-        index: Row number in the task, int64 (N,).
+        index: Row number among all rows of the run, int64 (N,).
         unlabeled: Whether training does not see the row's label, bool (N,). This holds
             also for rows that training does not see at all.
     """
@@ -126,19 +164,92 @@ class EvalSet:
             if len(rows):
                 yield self.images[rows], self.truth[rows]
 
+    def choose_rows(self, num: int) -> list[np.ndarray]:
+        """Choose a sample of the rows, evenly spaced.
+
+        Args:
+            num: The largest number of rows.
+
+        Returns:
+            A list of one array: the positions of the chosen rows, int64.
+        """
+        return [evenly_spaced(num, len(self.truth))]
+
+    def plan_reading(
+        self, chosen: Sequence[np.ndarray], batch_size: int
+    ) -> tuple[list[np.ndarray], Read]:
+        """Divide a sample of rows into batches, and return how they are read.
+
+        Args:
+            chosen: Positions of rows, as :meth:`choose_rows` returns them.
+            batch_size: The largest number of rows of a batch.
+
+        Returns:
+            For each batch the positions of its rows in the sample, int64 (b,); and the
+            function that reads batches, see :data:`Read`.
+        """
+        return plan_reading([(self.images, rows) for rows in chosen], batch_size)
+
+
+def plan_reading(
+    parts: Sequence[tuple[Tensor | RowBlocks, np.ndarray]], batch_size: int
+) -> tuple[list[np.ndarray], Read]:
+    """Divide rows in memory into batches, and return how they are read.
+
+    The batches do not depend on the number of workers that share them.
+
+    Args:
+        parts: Pairs of images or features, and the numbers of the chosen rows in them,
+            int64 (n,). The sample has the chosen rows of all parts, one part after the
+            other.
+        batch_size: The largest number of rows of a batch.
+
+    Returns:
+        For each batch the positions of its rows in the sample, int64 (b,), all in one
+        part; and the function that reads batches, see :data:`Read`.
+    """
+    ends = np.cumsum([len(rows) for _, rows in parts])
+    size = min(batch_size, max(MIN_BATCH_ROWS, -(-int(ends[-1]) // MAX_BATCHES)))
+    batches = [
+        np.arange(start, min(start + size, end))
+        for end, (_, rows) in zip(ends.tolist(), parts, strict=True)
+        for start in range(end - len(rows), end, size)
+    ]
+
+    def read(
+        batches: Sequence[np.ndarray],
+    ) -> Iterator[tuple[Tensor, np.ndarray]]:
+        """Yield the images or features of each batch, and bool (b,), which is all True.
+
+        Args:
+            batches: Positions of the rows of each batch in the sample, int64 (b,).
+        """
+        for batch in batches:
+            part = int(np.searchsorted(ends, batch[0], side="right"))
+            images, rows = parts[part]
+            own = torch.from_numpy(rows[batch - (ends[part] - len(rows))])
+            if isinstance(images, Tensor):  # rows of blocks are read on the host
+                own = own.to(images.device)
+            yield images[own], np.ones(len(batch), dtype=bool)
+
+    return batches, read
+
 
 def keep_pixels(
     task: Task, images: Tensor | RowBlocks, reasons: list[str | None]
 ) -> Task:
-    """Return the task together with its decoded images or its features.
+    """Keep the decoded images or the features of all rows in memory.
 
     Later code then takes these values and neither decodes nor encodes the images again.
 
     Args:
-        task: A task of N rows.
+        task: All N rows of the run.
         images: Pixels uint8 (N, 3, S, S); or features (N, 1 + V, D), of which the first
             view is kept, the one for evaluation.
         reasons: For each row the reason why it is unreadable, or None.
+
+    Returns:
+        The task, whose images have these values.
     """
     if isinstance(images, Tensor):
         if images.ndim == 3:
@@ -151,10 +262,10 @@ def keep_pixels(
 
 
 def assemble(task: Task, images: Tensor, ok: np.ndarray) -> TrainSet:
-    """Return the training rows of a task as a set in memory.
+    """Make the training set in memory from the pixels or features of all rows.
 
     Args:
-        task: A task of N rows.
+        task: All N rows of the run.
         images: Pixels uint8 (N, 3, S, S), or features float32 (N, 1 + V, D).
         ok: Whether each row is readable, bool (N,). Other rows are left out.
     """
@@ -169,7 +280,7 @@ def train_set(
     num_known: int,
     num_novel: int,
 ) -> TrainSet:
-    """Return a training set of chosen rows, without the task that they come from.
+    """Make a training set of chosen rows, given what training may know of them.
 
     The arguments but ``images`` are those that :func:`~uno.data.splits.train_rows`
     returns.
@@ -189,17 +300,17 @@ def train_set(
 
 
 def eval_sets(task: Task, images: Tensor, ok: np.ndarray) -> dict[str, EvalSet]:
-    """Return the rows of a task that have a true class, as sets in memory.
+    """Make the evaluation sets in memory from the pixels or features of all rows.
 
     Args:
-        task: A task of N rows.
+        task: All N rows of the run.
         images: Pixels uint8 (N, 3, S, S), or features float32 (N, 1 + V, D), of which
             the first view is evaluated.
         ok: Whether each row is readable, bool (N,). Other rows are left out.
 
     Returns:
-        The sets of "train" and "test", with rows in ascending order. A set can be
-        empty.
+        The rows of "train" and "test" that have a true class, in ascending order. A set
+        can be empty.
     """
     values = RowBlocks([images if images.ndim == 4 else images[:, 0]])
     return {
@@ -218,7 +329,7 @@ class MemoryBatches:
     Args:
         config: The configuration of the run.
         train: The training set.
-        plan: The sizes of the phase.
+        plan: The numbers that fix the rows of every batch of the phase.
         rank: Number of the worker.
         world_size: The number of workers.
     """
@@ -276,7 +387,7 @@ class MemoryBatches:
         positions: Tensor,
         generator: torch.Generator,
     ) -> list[Tensor]:
-        """Return augmented views of images.
+        """Make augmented views of images.
 
         Args:
             labeled: Numbers among the labeled rows, int64 (b_l,).
@@ -308,11 +419,17 @@ class MemoryBatches:
         positions: Tensor,
         generator: torch.Generator,
     ) -> list[Tensor]:
-        """Return some of the 1 + V cached views of each row, drawn without repetition.
+        """Draw some of the 1 + V cached views of each row, without repetition.
 
         The evaluation view is one of them, because accuracy is lower if the heads never
-        train on the view that they are evaluated on. The arguments are those of
-        :meth:`_augment_images`.
+        train on the view that they are evaluated on.
+
+        Args:
+            labeled: Numbers among the labeled rows, int64 (b_l,).
+            unlabeled: Numbers among the unlabeled rows, int64 (b_u,).
+            positions: Positions of these rows in the global batch, labeled ones first:
+                int64 (b_l + b_u,).
+            generator: Draws the views of the global batch.
 
         Returns:
             ``augment.large.num_views`` tensors (b_l + b_u, D) of features. The views of
@@ -365,8 +482,11 @@ class MemoryBatches:
 def spread_of_features(train: TrainSet) -> Tensor:
     """Return the standard deviation of each feature over a sample of the rows.
 
+    The noise that is added to embeddings as an augmentation is a multiple of it.
+
     Args:
-        train: A set of features (N, 1 + V, D), of which the first view is used.
+        train: A training set of features (N, 1 + V, D), of which the first view is
+            used.
 
     Returns:
         float32 (D,), on the device of the set.

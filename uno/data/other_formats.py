@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from uno.data.files import valid_text
+from uno.data.files import children, join, valid_text
+from uno.data.rows import SPLITS
+from uno.errors import ConfigError
 
 PHOTOGRAPH = "photographs; save them as JPEG"
 VIDEO = "video; take still images"
-ARRAY = "an array file of NumPy; give --data vectors:{path}"
+ARRAY = "an array file; give --data vectors:{path}"
 HDF5 = "HDF5; save the matrix with np.save and give --data vectors:FILE.npy"
 SPREADSHEET = "a spreadsheet; save it as 'CSV UTF-8'"
 PICKLE = (
     "Python objects, which are not opened; save arrays with np.save, tables as Parquet"
 )
 ANNOTATIONS = (
-    "JSON; write a table with one line an image, as CSV with the columns path and"
-    " label, or JSON lines"
+    "JSON; labels of Label Studio or FiftyOne belong to a source of images:"
+    " --data IMAGES --data.labels {path}; otherwise write a table with one line an"
+    " image, as CSV with the columns path and label"
 )
 FIXES = {
     **dict.fromkeys((".heic", ".heif", ".avif", ".dng", ".cr2", ".cr3"), PHOTOGRAPH),
@@ -24,16 +27,12 @@ FIXES = {
     **dict.fromkeys((".mov", ".mp4", ".m4v", ".avi", ".mkv", ".webm", ".3gp"), VIDEO),
     ".npy": ARRAY,
     ".npz": ARRAY,
-    **dict.fromkeys(
-        (".pt", ".pth"), "PyTorch; save the tensor with np.save(FILE, tensor.numpy())"
-    ),
+    ".pt": ARRAY,
+    ".pth": ARRAY,
     ".safetensors": (
         "tensors; save the matrix with np.save and give --data vectors:FILE.npy"
     ),
-    ".h5ad": (
-        "cells of anndata; the guide 'Single cells' (docs/guides/cells.md) converts"
-        " them"
-    ),
+    ".h5ad": "cells of anndata; give --data vectors:{path}",
     **dict.fromkeys((".h5", ".hdf5"), HDF5),
     ".mat": "MATLAB; read it with scipy.io.loadmat and save arrays with np.save",
     **dict.fromkeys((".pkl", ".pickle"), PICKLE),
@@ -58,7 +57,8 @@ FIXES = {
 
 ``{path}`` stands for the path of the file.
 """
-USUAL_BESIDE_IMAGES = (".json", ".npy", ".npz", ".gz", ".txt")
+COCO_OF_ROBOFLOW = "_annotations.coco.json"
+USUAL_BESIDE_IMAGES = (".json", ".npy", ".npz", ".pt", ".pth", ".h5ad", ".gz", ".txt")
 """Endings of files that lie beside images for many reasons."""
 
 
@@ -105,3 +105,42 @@ def hint_of_files(names: Iterable[str]) -> str:
         if fix := fix_for(name):
             return f"; {valid_text(name)} is there: {fix}"
     return ""
+
+
+def format_of_boxes(root: str) -> str:
+    """Return the format in which a folder has boxes around objects.
+
+    Args:
+        root: Path or URI of the folder.
+
+    Returns:
+        "COCO", "YOLO" or "Pascal VOC"; '' if the folder has no layout of theirs.
+    """
+    top, _ = children(root)
+    for place in (root, *(join(root, name) for name in top if name in SPLITS)):
+        folders, files = children(place)
+        if COCO_OF_ROBOFLOW in files:
+            return "COCO"
+        if {"images", "labels"} <= {*folders}:
+            return "YOLO"
+        if {"JPEGImages", "Annotations"} <= {*folders}:
+            return "Pascal VOC"
+    if "annotations" in top:
+        _, files = children(join(root, "annotations"))
+        if any(name.startswith("instances") for name in files):
+            return "COCO"
+    return ""
+
+
+def refuse_boxes(root: str) -> None:
+    """Refuse a folder with boxes around objects, which has no class for an image.
+
+    Raises:
+        ConfigError: The folder has the layout of COCO, YOLO or Pascal VOC.
+    """
+    if kind := format_of_boxes(root):
+        raise ConfigError(
+            f"{root} has boxes around objects ({kind}), and classes are discovered for"
+            " whole images; crop the boxes, as FiftyOne does: import the folder and"
+            " export it as fiftyone.types.ImageClassificationDirectoryTree"
+        )

@@ -29,7 +29,7 @@ CHECKSUM = "sha256"  # key of the checksum in the metadata of a file of tensors
 def holds_output(
     storage: Storage, mark: str, what: str, also: Collection[str] = ()
 ) -> bool:
-    """Return whether a directory holds an output of this kind.
+    """Return whether a directory holds an output of a command, such as a run.
 
     Args:
         storage: The directory, or one above it.
@@ -91,11 +91,11 @@ def claim_directory(
 
 
 def _place(storage: Storage, mark: str) -> str:
-    """Return the path or URI of the directory that holds a mark.
+    """Return the path or URI of the directory that holds an output.
 
     Args:
         storage: The directory, or one above it.
-        mark: Path of the mark, a file, below ``storage``.
+        mark: Path below ``storage`` of the file that marks the output.
     """
     return storage.below(mark.rpartition("/")[0])
 
@@ -136,9 +136,10 @@ def list_temporary_files(storage: Storage, below: str = "") -> list[str]:
 
 
 def delete_temporary_files(storage: Storage, below: str = "") -> None:
-    """Delete the files of :func:`list_temporary_files`.
+    """Delete the temporary files that killed processes left below a directory.
 
-    No other process may write to the directory at the same time.
+    Temporary files of the lock stay. No other process may write to the directory at the
+    same time.
 
     Args:
         storage: The directory, or one above it.
@@ -149,7 +150,7 @@ def delete_temporary_files(storage: Storage, below: str = "") -> None:
 
 
 def delete_temporary_files_of(storage: Storage, name: str) -> None:
-    """Delete temporary files of one file.
+    """Delete the temporary files that killed writers of one file left.
 
     No other process may write the file at the same time.
 
@@ -184,10 +185,14 @@ def is_lock(name: str) -> bool:
 
 
 def read_mapping(storage: Storage, name: str) -> dict[str, Any] | None:
-    """Read a JSON mapping from a file.
+    """Read a JSON object from a file, as a dict.
+
+    Args:
+        storage: The directory of the file.
+        name: The name of the file.
 
     Returns:
-        The mapping, or None if there is no such file or it holds no JSON mapping.
+        The dict, or None if there is no such file or it holds no JSON object.
 
     Raises:
         StorageError: The file cannot be read, or it has more than ``MAX_STATE_BYTES``.
@@ -197,10 +202,10 @@ def read_mapping(storage: Storage, name: str) -> dict[str, Any] | None:
 
 
 def parse_mapping(data: bytes | str) -> dict[str, Any] | None:
-    """Parse a JSON mapping.
+    """Parse a JSON object to a dict.
 
     Returns:
-        The mapping, or None if the data is no JSON, or JSON of another type.
+        The dict, or None if the data is no JSON, or JSON of another type.
     """
     try:
         found = parse_json(data)
@@ -256,7 +261,12 @@ def load_tensors(name: str, data: bytes) -> tuple[dict[str, Tensor], dict[str, s
 
 
 def _checksum(tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> str:
-    """Return the SHA-256 of tensors and texts, 64 hex digits."""
+    """Return a checksum of tensors and texts, the SHA-256 as 64 hex digits.
+
+    Args:
+        tensors: The tensors by name. Names, types and shapes count, too.
+        facts: The texts by name.
+    """
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
         kind = [name, str(tensor.dtype), list(tensor.shape)]

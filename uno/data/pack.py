@@ -87,7 +87,7 @@ class Shard(NamedTuple):
 def store_shard(
     output: Storage, rows: Rows, shard: ShardRows, images: list[Image], threads: int = 1
 ) -> Shard:
-    """Write one shard.
+    """Write one Parquet shard of a pack.
 
     Args:
         output: The directory of the pack.
@@ -97,7 +97,7 @@ def store_shard(
         threads: The number of threads that decode and encode images.
 
     Returns:
-        The shard, with the rows that are left out.
+        The shard, with the rows that are left out because their images are unreadable.
     """
     with ThreadPoolExecutor(threads) as pool:
         encoded = list(pool.map(_encode, images))
@@ -107,11 +107,13 @@ def store_shard(
         for i, one in zip(ids, encoded, strict=True)
         if isinstance(one, str)
     ]
-    output.write(shard.name, _content(rows, shard, ids, encoded, _schema(rows, bad)))
+    output.write(
+        shard.name, _format_shard(rows, shard, ids, encoded, _make_schema(rows, bad))
+    )
     return Shard(shard.name, len(ids), bad)
 
 
-def _content(
+def _format_shard(
     rows: Rows,
     shard: ShardRows,
     ids: list[str],
@@ -126,7 +128,7 @@ def _content(
         ids: Their ids.
         encoded: The bytes of each image; or as text the reason why it is unreadable.
             Such rows are left out.
-        schema: The columns of the file, by :func:`_schema`.
+        schema: The columns of the file, by :func:`_make_schema`.
     """
     sink = io.BytesIO()
     options = {
@@ -160,12 +162,16 @@ def _content(
     return sink.getvalue()
 
 
-def _schema(rows: Rows, bad: list[BadRow]) -> pa.Schema:
+def _make_schema(rows: Rows, bad: list[BadRow]) -> pa.Schema:
     """Return the Arrow schema of a shard, with its metadata.
 
     The metadata holds the known classes of the source and the rows that are left out.
     If the source declares an order of classes, labels are numbers, and the metadata
     holds the names of the classes in the format of Hugging Face's datasets.
+
+    Args:
+        rows: All rows of the source.
+        bad: The unreadable rows of this shard, which are left out.
     """
     label = pa.int64() if rows.class_names else pa.string()
     fields = [
@@ -250,7 +256,7 @@ def pack(
         raise ConfigError(
             f"{rows.source}: vectors are not packed; shards are for images"
         )
-    shards = _shards(rows, labeled, shard_bytes)
+    shards = _distribute_rows(rows, labeled, shard_bytes)
     plan = {
         "format": FORMAT,
         "fingerprint": rows.fingerprint,
@@ -295,7 +301,15 @@ def pack(
 
 
 def _read_bad_rows(output: Storage, name: str) -> list[BadRow] | None:
-    """Return the rows that a stored shard leaves out, None for a damaged file."""
+    """Read which rows a stored shard leaves out because they are unreadable.
+
+    Args:
+        output: The directory of the pack.
+        name: File name of the shard.
+
+    Returns:
+        The id and the reason of each such row; None for a damaged file.
+    """
     try:
         with output.open(name) as source, pa.parquet.ParquetFile(source) as file:
             metadata = file.schema_arrow.metadata or {}
@@ -306,7 +320,7 @@ def _read_bad_rows(output: Storage, name: str) -> list[BadRow] | None:
         return None
 
 
-def _shards(
+def _distribute_rows(
     rows: Rows, labeled: np.ndarray, shard_bytes: int
 ) -> dict[str, list[np.ndarray]]:
     """Distribute the rows among shards and row groups.
@@ -326,7 +340,9 @@ def _shards(
         files, filled = [], shard_bytes  # type: list[list[np.ndarray]], int
         for kind in (True, False):
             members = np.flatnonzero(member & (labeled == kind))
-            for group in _groups(_order(rows, members, sizes, shard_bytes), sizes):
+            for group in _divide_into_groups(
+                _shuffle_rows(rows, members, sizes, shard_bytes), sizes
+            ):
                 if filled >= shard_bytes:
                     files.append([])
                     filled = 0
@@ -339,7 +355,7 @@ def _shards(
     return shards
 
 
-def _order(
+def _shuffle_rows(
     rows: Rows, members: np.ndarray, sizes: np.ndarray, shard_bytes: int
 ) -> np.ndarray:
     """Shuffle some rows, always in the same way.
@@ -367,11 +383,18 @@ def _order(
     return members[by_windows(groups, window, np.random.default_rng([0, 0, 0, 0]))]
 
 
-def _groups(order: np.ndarray, sizes: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield consecutive row groups of ``order``, each with row numbers int64 (n,).
+def _divide_into_groups(order: np.ndarray, sizes: np.ndarray) -> Iterator[np.ndarray]:
+    """Divide rows into consecutive row groups of a Parquet file.
 
     A group has at most :data:`GROUP_ROWS` rows and at most :data:`GROUP_BYTES`, but at
-    least one row. ``sizes`` are the bytes of all N images.
+    least one row.
+
+    Args:
+        order: Row numbers in the order in which they are stored, int64 (n,).
+        sizes: The size of every image in bytes, (N,).
+
+    Yields:
+        The row numbers of each group, int64.
     """
     start = 0
     while start < len(order):

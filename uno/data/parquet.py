@@ -299,10 +299,16 @@ class ParquetImages(Images):
         return found
 
     def sizes(self, rows: np.ndarray) -> np.ndarray:
-        """Return the approximate size of each image in bytes, int64 (n,).
+        """Return the approximate size of each image in bytes.
 
         The stored bytes of the column in a row group are divided evenly among its rows,
         so that the sizes of all its rows add up to them.
+
+        Args:
+            rows: Row numbers, int64 (n,).
+
+        Returns:
+            int64 (n,).
         """
         groups = self.groups(rows)
         number, total, num = (
@@ -313,10 +319,16 @@ class ParquetImages(Images):
         return (number + 1) * total // num - number * total // num
 
     def times(self, rows: np.ndarray) -> np.ndarray:
-        """Return when the file of each image was last changed, in ns, int64 (n,).
+        """Return when the file of each image was last changed.
 
         If the statistics of the files say that rows have a path in place of bytes, the
         time is that of the Parquet file or of the image file, whichever is later.
+
+        Args:
+            rows: Row numbers, int64 (n,).
+
+        Returns:
+            ns since 1970, int64 (n,).
         """
         times = self._times[self.groups(rows)]
         if not self._names_files:
@@ -329,6 +341,9 @@ class ParquetImages(Images):
         """Return the path of each image, None if the column holds its bytes.
 
         Nothing is read if no row has a path in place of bytes.
+
+        Args:
+            rows: Row numbers, int64 (n,).
         """
         return super().paths(rows) if self._may_name_files else [None] * len(rows)
 
@@ -493,7 +508,7 @@ class OpenedParquet:
 
         Args:
             columns: Names of the columns.
-            group: Number of the row group.
+            group: Number of the row group in the file.
 
         Yields:
             Arrow record batches.
@@ -701,9 +716,10 @@ def plain_type(kind: Any) -> Any:
 
 
 def without_views(table: Any) -> Any:
-    """Cast the columns of an Arrow table or batch that are views of text or bytes.
+    """Cast the columns of an Arrow table or batch that have a view type.
 
-    Other columns stay as they are. See :data:`VIEWS`.
+    View types are Arrow's newer types of text and bytes, see :data:`VIEWS`. Other
+    columns stay as they are.
     """
     for i, field in enumerate(table.schema):
         if field.type in VIEWS:

@@ -14,8 +14,8 @@ class ReadOptions:
     """How a data source is read. A source ignores the options that it has no use for.
 
     Attributes:
-        columns: What the source calls a column, by our name of it, such as "label". A
-            column that is not listed has our name.
+        columns: Standard name of a column, such as "label" -> its name in the source. A
+            column that is not listed has its standard name.
         image_folder: Folder or URI that image paths are relative to; None for the
             folder of the table.
         image_suffix: Ending that is added to image paths that lack it, such as '.jpg';
@@ -43,7 +43,8 @@ class ReadOptions:
 
         Args:
             config: The section ``data`` of the configuration.
-            images_only: As the attribute.
+            images_only: Whether the rows are only to be predicted, so that labels and
+                splits are not read.
         """
         folder = config.image_folder
         return cls(

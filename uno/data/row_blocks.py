@@ -12,15 +12,15 @@ COPY_BYTES = 64 * 2**20  # bytes that are copied to a device at once
 
 
 class RowBlocks:
-    """A view of N rows of host memory, which is copied only when rows are read.
+    """Select rows of blocks in host memory, which are copied only when they are read.
 
-    It is indexed like a tensor along its first dimension.
+    It is indexed like a tensor of N rows along its first dimension.
 
     Args:
         blocks: Tensors (n, ...) that hold the rows one after the other: pixels of
             images uint8 (n, 3, S, S), or features. There is at least one.
-        place: For each row of the view its number, counted over all blocks, int64 (N,).
-            By default the view has each row once, in order.
+        place: For each of the N rows its number, counted over all blocks, int64 (N,).
+            By default each row of the blocks once, in order.
         stays_on_host: Whether :meth:`to` copies nothing, because a device cannot hold
             all rows. Rows are then copied to the device when they are read.
         target: The device to which rows are copied when they are read.
@@ -52,7 +52,7 @@ class RowBlocks:
         return self._blocks[0].ndim
 
     def select_rows(self, rows: Tensor | slice) -> RowBlocks:
-        """Return a view of some rows without a copy.
+        """Return some of the rows, without a copy.
 
         Args:
             rows: Row numbers int64 (n,), a mask bool (N,), or a slice.
@@ -102,5 +102,5 @@ class RowBlocks:
 
 
 def _on_host(rows: Any) -> Any:
-    """Return an index of rows on the CPU; one that is no tensor is returned itself."""
+    """Move an index of rows to the CPU if it is a tensor, else return it unchanged."""
     return rows.cpu() if isinstance(rows, Tensor) else rows

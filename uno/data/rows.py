@@ -12,19 +12,21 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 
 from uno.data.columns import fill_labels, rename_classes
-from uno.data.images import Images, as_images
+from uno.data.decode import BadImage, Header, map_images, read_header
+from uno.data.images import Images, as_images, evenly_spaced
 from uno.errors import ConfigError, one_line
 from uno.limits import MAX_LABEL_LENGTH, MAX_ROWS
 from uno.text import composed, folded
 
 PART_ROWS = 2**16  # rows that are hashed at once
+NUM_HEADERS = 64  # images whose headers are read
 SPLITS = {
     "train": "train",
     "test": "test",
@@ -33,6 +35,20 @@ SPLITS = {
     "validation": "test",
 }
 """What sources call a split -> "train" or "test"."""
+
+
+class Headers(NamedTuple):
+    """The headers of a sample of the images of a data set.
+
+    Attributes:
+        readable: The header of each readable image.
+        reasons: Row number -> the reason why the image cannot be read.
+        num_rows: The number of rows of the sample.
+    """
+
+    readable: list[Header]
+    reasons: dict[int, str]
+    num_rows: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,9 +151,15 @@ class Rows:
         given = {name: column for name, column in columns.items() if column is not None}
         classes = {name: c.dictionary.to_pylist() for name, c in given.items()}
         names = dict.fromkeys(chain(*classes.values(), self.class_names, self.known))
-        notes = (*_alike(names, composed, "normalization only: they are one class"),)
+        notes = (
+            *_list_alike_names(
+                names, composed, "normalization only: they are one class"
+            ),
+        )
         notes += (
-            *_alike(map(composed, names), folded, "case only: they stay two classes"),
+            *_list_alike_names(
+                map(composed, names), folded, "case only: they stay two classes"
+            ),
         )
         if not notes and all(name == composed(name) for name in names):
             return self
@@ -174,9 +196,34 @@ class Rows:
 
     @property
     def times_hash(self) -> str:
-        """A SHA-256 of the times of all images, which changes if one is written to."""
+        """A hash of the modification times of all images, 64 hex digits.
+
+        It changes if an image file is written to.
+        """
         times = self.images.times(np.arange(len(self)))
         return hashlib.sha256(times.tobytes()).hexdigest()
+
+    @cached_property
+    def headers(self) -> Headers:
+        """The headers of at most :data:`NUM_HEADERS` images, read at the first use.
+
+        A source of vectors has no headers. Its sample has all rows, and those without a
+        usable vector are the unreadable ones.
+        """
+        vectors = self.images.vectors(np.arange(len(self)))
+        if vectors is not None:
+            reasons = {
+                row: why for row, why in enumerate(vectors[1]) if why is not None
+            }
+            return Headers([], reasons, len(self))
+        sample = evenly_spaced(NUM_HEADERS, len(self))
+        headers = Headers([], {}, len(sample))
+        for row, found in map_images(self.images, sample, read_header):
+            if isinstance(found, BadImage):
+                headers.reasons[row] = str(found)
+            else:
+                headers.readable.append(found)
+        return headers
 
     @cached_property
     def fingerprint(self) -> str:
@@ -202,17 +249,24 @@ class Rows:
 
 
 def _update_hash(digest: Any, texts: pa.LargeStringArray) -> None:
-    """Update a hash object by the length and content of each text."""
+    """Add texts to a hash, each with its length.
+
+    Args:
+        digest: A hash object of :mod:`hashlib`. It is updated.
+        texts: An Arrow array of texts and nulls.
+    """
     digest.update(pa.compute.binary_length(texts).fill_null(-1).to_numpy())
     digest.update("".join(texts.fill_null("").to_pylist()).encode())
 
 
-def _alike(names: Iterable[str], key: Callable[[str], str], what: str) -> Iterator[str]:
+def _list_alike_names(
+    names: Iterable[str], key: Callable[[str], str], what: str
+) -> Iterator[str]:
     """Yield a line for each group of different class names that have the same key.
 
     Args:
         names: Names of classes.
-        key: Returns the key of a name.
+        key: Returns the key of a name, such as the name in lower case.
         what: What the names of a group differ in, the end of the line.
     """
     found = defaultdict[str, dict[str, None]](dict)

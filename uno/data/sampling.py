@@ -110,7 +110,7 @@ def make_plan(
         found = f"found {num_labeled} labeled, {num_unlabeled} unlabeled"
         raise ConfigError(f"discovery needs labeled and unlabeled images; {found}")
     sizes_of = partial(
-        _sizes, batch_sampling, num_labeled, num_unlabeled, max(1, num_workers)
+        _divide_batch, batch_sampling, num_labeled, num_unlabeled, max(1, num_workers)
     )
     sizes = sizes_of(batch_size)
     if not isinstance(sizes, str):
@@ -146,7 +146,7 @@ def largest_batch(
         The batch size, or ``most`` if no size is accepted.
     """
     sizes_of = partial(
-        _sizes, batch_sampling, num_labeled, num_unlabeled, max(1, num_workers)
+        _divide_batch, batch_sampling, num_labeled, num_unlabeled, max(1, num_workers)
     )
     from_largest = range(min(most, 2 * (num_labeled + num_unlabeled)), 1, -1)
     return next(
@@ -154,7 +154,7 @@ def largest_batch(
     )
 
 
-def _sizes(
+def _divide_batch(
     batch_sampling: str,
     num_labeled: int,
     num_unlabeled: int,
@@ -303,11 +303,12 @@ def by_windows(
 
 
 def augment_generator(seed: int, labeled_stream: int, step: int) -> torch.Generator:
-    """Return the generator that draws the views of one global batch.
+    """Return the random generator that draws the views of one global batch.
 
     Args:
         seed: Seed of the run.
-        labeled_stream: The random stream of the phase, see :class:`Plan`.
+        labeled_stream: The number that keeps the random numbers of a phase apart from
+            those of other phases, see :class:`Plan`.
         step: Number of the batch, from 0.
     """
     seeds = np.random.SeedSequence([seed, AUGMENT, labeled_stream, step])
@@ -352,25 +353,26 @@ class Order:
         self.positions = np.concatenate([labeled, plan.labeled_size + unlabeled])
 
     def rows(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the rows of this worker in one step.
+        """Return the rows that this worker reads in one step.
 
         Args:
             step: Global step, from 0.
 
         Returns:
-            Numbers among the labeled rows int64 (B_l / W,), and numbers among the
-            unlabeled rows int64 (B_u / W,).
+            Positions among the labeled training rows, int64 (B_l / W,), and positions
+            among the unlabeled training rows, int64 (B_u / W,), for W workers.
         """
         epoch, i = divmod(step, self._plan.steps_per_epoch)
         labeled, unlabeled = self._epoch(epoch)
         return labeled[i], unlabeled[i]
 
     def _rows_of_epoch(self, epoch: int) -> list[np.ndarray]:
-        """Return this worker's rows of an epoch, for each step.
+        """Return the rows that this worker reads in each step of an epoch.
 
         Returns:
-            Numbers among the labeled rows int64 (steps, B_l / W), and numbers among the
-            unlabeled rows int64 (steps, B_u / W).
+            Positions among the labeled training rows, int64 (steps, B_l / W), and
+            positions among the unlabeled training rows, int64 (steps, B_u / W), for W
+            workers.
         """
         plan, steps, workers = self._plan, self._plan.steps_per_epoch, self._world_size
         labeled, unlabeled = self._groups or (None, None)

@@ -35,7 +35,8 @@ from uno.data.columns import (
 from uno.data.embeddings import read_vectors
 from uno.data.files import FileEntry, children, join, valid_text
 from uno.data.images import EXTENSIONS, Files, InMemory, is_image
-from uno.data.other_formats import fix_for, meaning_of
+from uno.data.label_files import with_label_file
+from uno.data.other_formats import fix_for, meaning_of, refuse_boxes
 from uno.data.read_options import DEFAULT_OPTIONS, ReadOptions
 from uno.data.rows import SPLITS, Rows
 from uno.data.tables import read_parquet, read_table
@@ -94,7 +95,7 @@ class ImageListing:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """A line about images of formats that are not read, if there are any."""
+        """A line of text about images of formats that are not read, if any."""
         if not self._unread:
             return ()
         what = f"{plural(self._unread.total(), 'image')} left out below {self._root}"
@@ -105,7 +106,7 @@ class ImageListing:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """A line about other files, if there are any."""
+        """A line of text about files that are no images, if any."""
         if not self._ignored:
             return ()
         named = ", ".join(
@@ -160,6 +161,8 @@ def read_rows(config: DataConfig, images_only: bool = False) -> Rows:
     else:
         kind, path = locate_source(config)
         rows = SOURCES[kind].read(path, options) if path else read_digits()
+    if config.labels is not None and not images_only:
+        rows = with_label_file(rows, filesystem.normalize_path(config.labels))
     return rows.with_composed_names()
 
 
@@ -215,7 +218,8 @@ def recognize(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> str:
         options: How the source is read.
 
     Returns:
-        A key of :data:`SOURCES`. A folder without any known layout is a "folder".
+        A key of :data:`SOURCES`, such as "parquet", "table" (CSV and the like) or
+        "tar". A folder without any known layout is a "folder".
 
     Raises:
         ConfigError: The file has an ending of no kind, or the folder holds both CIFAR10
@@ -278,7 +282,7 @@ def _kind_of(name: str) -> str | None:
 
 
 def _in_folders(kind: str | None) -> str:
-    """Return when a folder with files of a kind is of this kind.
+    """Return whether a folder is of a kind because it has files of this kind.
 
     Args:
         kind: A key of :data:`SOURCES`, or None for other files.
@@ -339,6 +343,8 @@ def read_folder(
             clear. The message then says which ``flag`` to give.
     """
     folders, _ = children(_directory(root))
+    if kind == "folder":
+        refuse_boxes(root)
     splits = {f"{name}/": SPLITS[name] for name in folders if name in SPLITS}
     if kind == "classes" or not (
         "train" in folders and children(join(root, "train"))[0]
@@ -369,7 +375,9 @@ def read_class_folder(path: str, options: ReadOptions, *, kind: str) -> Rows:
         path: Path or URI of the folder.
         options: How the source is read. If only images are read, subfolders mean
             nothing.
-        kind: "folder", "classes" or "splits", as :func:`read_folder` takes it.
+        kind: "classes" if the subfolders of ``path`` are the classes; "splits" if those
+            of ``path/train`` and other splits are; "folder" to decide between them, see
+            :func:`read_folder`.
     """
     if options.images_only:
         return read_images(path, options.follow_links)
@@ -697,7 +705,7 @@ def _suffix(name: str) -> str:
 
 
 def _directory(root: str) -> str:
-    """Return the path ``root`` itself, if it is a folder.
+    """Check that a path is a folder, and return it.
 
     Raises:
         ConfigError: ``root`` is a file or missing.

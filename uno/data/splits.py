@@ -142,7 +142,7 @@ def make_task(rows: Rows, config: DataConfig) -> Task:
     source, is_train = rows.source, rows.is_train
     classes = order_classes(present_classes(rows.labels), rows.class_names)
     if not classes:
-        raise ConfigError(_no_label(rows, "image"))
+        raise ConfigError(_describe_no_label(rows, "image"))
     chosen, num_novel = _known_classes(rows, config, classes), config.num_novel
     if chosen is not None:
         if len(chosen) == len(classes) and not rows.labels.null_count:
@@ -156,7 +156,7 @@ def make_task(rows: Rows, config: DataConfig) -> Task:
         in_training = rows.labels.filter(is_train)
         chosen = present_classes(in_training)
         if not chosen:
-            raise ConfigError(_no_label(rows, "training image"))
+            raise ConfigError(_describe_no_label(rows, "training image"))
         if not in_training.null_count:
             fix = (
                 "--known-classes first:N to hide the other labels (benchmark), or add"
@@ -205,7 +205,7 @@ def make_task(rows: Rows, config: DataConfig) -> Task:
     )
 
 
-def _no_label(rows: Rows, what: str) -> str:
+def _describe_no_label(rows: Rows, what: str) -> str:
     """Return the error line for a source without labels.
 
     Args:
@@ -389,14 +389,14 @@ def order_classes(names: Iterable[str], declared: Iterable[str] = ()) -> list[st
 
 
 def labeled_rows(rows: Rows, config: DataConfig) -> np.ndarray:
-    """Return which rows count as labeled, training and test rows alike.
+    """Return which rows have a label of a known class, training and test rows alike.
 
     Args:
         rows: All N rows.
         config: The section ``data`` of the configuration.
 
     Returns:
-        Whether each row has a label of a known class, bool (N,).
+        bool (N,).
 
     Raises:
         ConfigError: ``known_classes`` does not fit the data.

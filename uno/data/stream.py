@@ -11,7 +11,7 @@ the batch.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,8 +35,8 @@ from uno.data.decode import (
     prefetch_map,
 )
 from uno.data.files import Storage
-from uno.data.images import Images, InMemory, batches_of
-from uno.data.memory import EvalSet, TrainSet
+from uno.data.images import Images, InMemory, batches_of, spread
+from uno.data.memory import EvalSet, Read, TrainSet
 from uno.data.sampling import Batch, Order, Plan, augment_generator
 from uno.data.splits import Task, train_rows, truth_rows
 from uno.data.unreadable import BadRows
@@ -44,6 +44,7 @@ from uno.errors import ConfigError
 
 SYNC_STEPS = 100  # steps after which workers exchange which images are unreadable
 EVAL_BYTES = 64 * 2**20  # largest size of the decoded pixels of an evaluation batch
+MAX_SAMPLE_ROWS = 20_000  # rows of each kind that are decoded for a sample
 # The largest size of the views of a chunk: small enough that many chunks are cropped
 # at the same time. For ImageNet a chunk takes half a second.
 CHUNK_BYTES = 16 * 2**20
@@ -72,34 +73,103 @@ the task: three arrays int64 (n,).
 
 
 @dataclass(frozen=True, eq=False)
+class StreamedImages:
+    """The images of all N rows of a run, which are decoded when they are needed.
+
+    Attributes:
+        images: The encoded images.
+        side: S, the side of decoded images in pixels.
+        decode: Takes batches of row numbers, and yields for each the row numbers,
+            images uint8 (b, 3, S, S), and the reasons of unreadable rows.
+        bad: Collects the rows that prove unreadable.
+    """
+
+    images: Images
+    side: int
+    decode: Callable[[Iterable[np.ndarray]], Iterator[DecodedBatch]]
+    bad: BadRows
+
+    @classmethod
+    def of(cls, config: Config, images: Images, bad: BadRows) -> StreamedImages:
+        """Return images that threads of this process decode.
+
+        Args:
+            config: The configuration, which gives the size of images, the interpolation
+                and the number of threads.
+            images: The images of all rows of the task.
+            bad: Collects the rows that prove unreadable.
+        """
+        side, threads = config.data.stored_size, config.compute.threads
+        how = Decoding.of(config.data)
+        decode = partial(decoded, images, size=side, threads=threads, how=how)
+        return cls(images, side, decode, bad)
+
+    def plan_reading(
+        self, kinds: Sequence[np.ndarray], batch_size: int
+    ) -> tuple[list[np.ndarray], Read]:
+        """Divide a sample of rows into batches, and return how they are decoded.
+
+        Args:
+            kinds: Row numbers of each kind of rows, such as labeled and unlabeled ones,
+                int64. The sample has the rows of all kinds, one kind after the other.
+            batch_size: The largest number of rows of a batch.
+
+        Returns:
+            For each batch the positions of its rows in the sample; and the function
+            that reads batches, see :data:`~uno.data.memory.Read`. A batch has rows of
+            several kinds if images are stored in groups, so that each group is read
+            once.
+        """
+        numbers = np.concatenate(kinds)
+        positions = np.arange(len(numbers))
+        parts = np.split(positions, np.cumsum([len(rows) for rows in kinds])[:-1])
+        if self.images.groups(positions[:0]) is not None:
+            parts = [np.argsort(numbers, kind="stable")]
+        size = decoded_rows(batch_size, self.side)
+        batches = [
+            part[batch]
+            for part in parts
+            for batch in batches_of(self.images, numbers[part], size)
+        ]
+
+        def read(
+            batches: Sequence[np.ndarray],
+        ) -> Iterator[tuple[Tensor, np.ndarray]]:
+            """Yield the pixels of each batch, and which of its rows are readable.
+
+            Args:
+                batches: Positions of the rows of each batch in the sample, int64 (b,).
+            """
+            for _, pixels, reasons in self.decode(numbers[batch] for batch in batches):
+                yield pixels, ok_mask(reasons)
+
+        return batches, read
+
+
+@dataclass(frozen=True, eq=False)
 class StreamSet:
     """The training rows of a task with images that are read when they are needed.
 
     It has the methods of :class:`~uno.data.memory.TrainSet`.
 
     Attributes:
-        images: The images of all N rows of the task.
+        source: The images of all N rows of the task.
         labeled: Row numbers of the labeled training rows, int64 (N_l,).
         labels: Index of the known class of each labeled row, int64 (N_l,).
         unlabeled: Row numbers of the unlabeled training rows, int64 (N_u,).
         num_known: C_l, the number of known classes.
         num_novel: C_u, the number of novel classes.
-        bad: Collects the rows that prove unreadable.
         crop: Crops the rows of a job in order, in this process or by Ray.
-        decode: Decodes batches of row numbers, and yields the rows, images uint8 (b, 3,
-            S, S) and the reasons of unreadable ones.
         device: The device of the batches.
     """
 
-    images: Images
+    source: StreamedImages
     labeled: np.ndarray
     labels: Tensor
     unlabeled: np.ndarray
     num_known: int
     num_novel: int
-    bad: BadRows
     crop: Callable[[CropJob], Generator[Chunk, None, None]]
-    decode: Callable[[Iterable[np.ndarray]], Iterator[DecodedBatch]]
     device: torch.device = CPU
 
     @property
@@ -108,26 +178,64 @@ class StreamSet:
         return len(self.unlabeled)
 
     def to(self, device: torch.device | str) -> StreamSet:
-        """Return the same set, of which the batches will be on ``device``.
+        """Return the same set with another device for its batches.
 
         The images themselves stay where they are.
+
+        Args:
+            device: The device to which batches are copied.
         """
         return replace(self, device=torch.device(device))
 
     def batches(
         self, config: Config, plan: Plan, rank: int, world_size: int, last: int
     ) -> StreamBatches:
-        """Return the batches of a phase for one worker.
+        """Return a function that gives one worker the batch of each step of a phase.
 
         Args:
             config: The configuration of the run.
-            plan: The sizes of the phase.
+            plan: The numbers that fix the rows of every batch of the phase.
             rank: Number of the worker.
             world_size: The number of workers.
             last: The step at which the phase ends. Nothing is cropped for this step or
                 later ones.
         """
         return StreamBatches(config, self, plan, rank, world_size, last)
+
+    def choose_rows(self, num: int) -> list[np.ndarray]:
+        """Choose a sample of labeled and of unlabeled rows that takes little reading.
+
+        Images that are stored together are chosen together, see
+        :func:`~uno.data.images.spread`.
+
+        Args:
+            num: The largest number of rows of each kind, if it is less than
+                :data:`MAX_SAMPLE_ROWS`.
+
+        Returns:
+            Two arrays int64: positions among the labeled rows, and positions among the
+            unlabeled rows.
+        """
+        kinds, labels = [self.labeled, self.unlabeled], self.labels.numpy()
+        return spread(self.source.images, kinds, min(num, MAX_SAMPLE_ROWS), labels)
+
+    def plan_reading(
+        self, chosen: Sequence[np.ndarray], batch_size: int
+    ) -> tuple[list[np.ndarray], Read]:
+        """Divide a sample of rows into batches, and return how they are decoded.
+
+        Args:
+            chosen: Positions of labeled and of unlabeled rows, as :meth:`choose_rows`
+                returns them.
+            batch_size: The largest number of rows of a batch.
+
+        Returns:
+            For each batch the positions of its rows in the sample, in which the labeled
+            rows come first; and the function that reads batches, see
+            :data:`~uno.data.memory.Read`.
+        """
+        kinds = [self.labeled[chosen[0]], self.unlabeled[chosen[1]]]
+        return self.source.plan_reading(kinds, batch_size)
 
     def sync(self) -> None:
         """Exchange with all workers which images proved unreadable.
@@ -137,83 +245,48 @@ class StreamSet:
         Raises:
             ConfigError: More images are unreadable than the configuration allows.
         """
-        self.bad.sync()
+        self.source.bad.sync()
 
 
 def streaming_set(config: Config, task: Task, storage: Storage) -> StreamSet:
-    """Return the training rows of a task, cropped by threads of this process.
+    """Make the training set of a run whose images are decoded in threads when needed.
 
     Args:
         config: The configuration of the run.
-        task: The task.
+        task: All rows of the run.
         storage: The run directory, where unreadable images are listed.
     """
-    facts = stream_facts(task)
-    bad = BadRows(
-        facts.pop("ids"), task.rows.images, config.data.max_bad_fraction, storage
-    )
-    return stream_here(config, bad, **facts)
+    rows = task.rows
+    bad = BadRows(rows.ids, rows.images, config.data.max_bad_fraction, storage)
+    source = StreamedImages.of(config, rows.images, bad)
+    return stream_here(config, source, **train_rows(task))
 
 
-def stream_here(config: Config, bad: BadRows, images: Images, **rows: Any) -> StreamSet:
-    """Return a set of training rows, cropped by threads of this process.
+def stream_here(config: Config, source: StreamedImages, **rows: Any) -> StreamSet:
+    """Make a training set whose rows are cropped by threads of this process.
 
     Args:
         config: The configuration of the run.
-        bad: Collects the rows that prove unreadable.
-        images: The images of all rows of the task.
-        **rows: The fields that :func:`~uno.data.splits.train_rows` returns.
+        source: The images of all rows of the run.
+        **rows: The fields that :func:`~uno.data.splits.train_rows` returns: the numbers
+            of labeled and unlabeled rows, labels, and the numbers of classes.
     """
-    crop = partial(crop_local, threads=config.compute.threads or available_cpus())
-    return StreamSet(
-        images, **rows, bad=bad, crop=crop, decode=decode_here(config, images)
-    )
-
-
-def decode_here(
-    config: Config, images: Images
-) -> Callable[[Iterable[np.ndarray]], Iterator[DecodedBatch]]:
-    """Return a function that decodes batches of rows by threads of this process.
-
-    Args:
-        config: The configuration, which gives the size of images, how they are decoded,
-            and the number of threads.
-        images: The images of all rows of the task.
-
-    Returns:
-        A function from batches of row numbers, int64 (b,), to the decoded batches of
-        :func:`~uno.data.decode.decoded`.
-    """
-    size, threads, how = (
-        config.data.stored_size,
-        config.compute.threads,
-        Decoding.of(config.data),
-    )
-    return partial(decoded, images, size=size, threads=threads, how=how)
-
-
-def stream_facts(task: Task) -> dict[str, Any]:
-    """Return the fields of a :class:`StreamSet` that do not depend on the process.
-
-    Returns:
-        The result of :func:`~uno.data.splits.train_rows`, with ``images`` and ``ids``
-        of all rows of the task. A set has no field ``ids``.
-    """
-    return {"images": task.rows.images, "ids": task.rows.ids, **train_rows(task)}
+    threads = config.compute.threads or available_cpus()
+    return StreamSet(source, **rows, crop=partial(crop_local, threads=threads))
 
 
 class StreamBatches:
     """The batches of a phase from images that are not in memory, for one worker.
 
     Calling an object with a step returns the batch of this step, as
-    :class:`~uno.data.memory.MemoryBatches`. The first call starts to crop the rows
-    of this and the following steps ahead. A call with another step than the next one
+    :class:`~uno.data.memory.MemoryBatches`. The first call starts to crop the rows of
+    this and the following steps ahead. A call with another step than the next one
     starts anew from there.
 
     Args:
         config: The configuration of the run.
         train: The training set.
-        plan: The sizes of the phase.
+        plan: The numbers that fix the rows of every batch of the phase.
         rank: Number of the worker.
         world_size: The number of workers.
         last: The step at which the phase ends.
@@ -242,11 +315,14 @@ class StreamBatches:
         """Seconds that calls have waited for views, so far."""
 
     def __call__(self, step: int) -> Batch:
-        """Return this worker's part of the batch of a global step, from 0.
+        """Return this worker's part of the batch of a step.
 
-        Rows that prove unreadable are added to ``bad`` of the set, and replaced. Every
-        :data:`SYNC_STEPS` steps and at the start of an epoch, the workers exchange
-        them.
+        Rows that prove unreadable are recorded, and replaced by other rows of the
+        batch. Every :data:`SYNC_STEPS` steps and at the start of an epoch, the workers
+        exchange these rows.
+
+        Args:
+            step: Global step, from 0.
 
         Raises:
             ConfigError: All labeled or all unlabeled images of the batch are
@@ -265,7 +341,7 @@ class StreamBatches:
             train.labels[torch.from_numpy(self._job.order.rows(step)[0])],
         )
         for position, reason in bad.items():
-            train.bad.add(int(rows[position]), reason)
+            train.source.bad.add(int(rows[position]), reason)
         if step % SYNC_STEPS == 0 or step % plan.steps_per_epoch == 0:
             train.sync()
         if bad:
@@ -301,7 +377,11 @@ class StreamBatches:
         self._next = -1
 
     def _start(self, step: int) -> None:
-        """Start to crop the rows of ``step`` and the following steps ahead."""
+        """Start to crop the rows of this worker ahead, from a step on.
+
+        Args:
+            step: The first step whose rows are cropped.
+        """
         self.close()
         self._job = job = self._job_from(first=step)
         chunks = self._running.enter_context(closing(self._train.crop(job)))
@@ -318,10 +398,10 @@ class StreamBatches:
 def pack(
     chunks: Iterator[Chunk], num_rows: int, row_bytes: int, pin: bool
 ) -> Generator[tuple[Tensor, dict[int, str]], None, None]:
-    """Pack chunks of views into batches.
+    """Join cropped views of rows to batches of equal size.
 
     Args:
-        chunks: The views of all rows in order.
+        chunks: The views of all rows in order, some rows at a time.
         num_rows: The number of rows in a batch.
         row_bytes: Bytes of all views of a row.
         pin: Whether batches are in page-locked memory, from which they are copied to a
@@ -383,14 +463,14 @@ class CropJob:
     Args:
         config: The configuration of the run.
         train: The training set.
-        plan: The sizes of the phase.
+        plan: The numbers that fix the rows of every batch of the phase.
         rank: Number of the worker.
         world_size: W, the number of workers.
         first: The first step.
         last: The step after the last one.
 
     Attributes:
-        images: The images of all rows of the task.
+        images: The images of all rows of the run.
         first: The first step.
         last: The step after the last one.
         cropper: Crops the rows.
@@ -413,7 +493,7 @@ class CropJob:
         first: int,
         last: int,
     ) -> None:
-        self.images = train.images
+        self.images = train.source.images
         self.first, self.last, self._train = first, last, train
         self._steps_per_epoch = plan.steps_per_epoch
         num_rows, data = plan.labeled_size + plan.unlabeled_size, config.data
@@ -432,13 +512,13 @@ class CropJob:
         self.rows_per_step = len(self.order.positions)
 
     def rows(self, step: int) -> np.ndarray:
-        """Return the rows of the task that make a step, labeled ones first.
+        """Return the row numbers of this worker's part of a batch, labeled ones first.
 
         Args:
             step: Global step, from 0.
 
         Returns:
-            Row numbers, int64 (B / W,).
+            Numbers among all rows of the run, int64 (B / W,) for W workers.
         """
         labeled, unlabeled = self.order.rows(step)
         return np.concatenate(
@@ -446,15 +526,16 @@ class CropJob:
         )
 
     def epochs(self, num_rows: int) -> Iterator[Iterator[References]]:
-        """Yield the references of all rows, for each epoch.
+        """Yield the rows of this worker in the order in which it needs them, by epoch.
 
         Args:
             num_rows: The number of rows at a time. They can be of several steps, and
                 the last ones of an epoch can be fewer.
 
         Yields:
-            An iterator over the references of one epoch, or of the part of it that is
-            in the range of steps.
+            For each epoch, or the part of it that is in the range of steps, an iterator
+            over some rows at a time: their global steps, their positions in the global
+            batch, and their row numbers, see :data:`References`.
         """
         first = self.first
         while first < self.last:
@@ -465,7 +546,7 @@ class CropJob:
             first = last
 
     def _references(self, num_rows: int, first: int, last: int) -> Iterator[References]:
-        """Yield the rows of a range of steps, some at a time.
+        """Yield this worker's rows of a range of steps, some at a time.
 
         Args:
             num_rows: The number of rows at a time. The last ones can be fewer.
@@ -473,8 +554,8 @@ class CropJob:
             last: The step after the last one.
 
         Yields:
-            Global steps, positions in the global batch, and row numbers of the task:
-            three arrays int64 (n,).
+            Global steps, positions in the global batch, and row numbers among all rows
+            of the run: three arrays int64 (n,).
         """
         per_step, end = self.rows_per_step, (last - first) * self.rows_per_step
         for start in range(0, end, num_rows):
@@ -511,11 +592,12 @@ def crop_local(job: CropJob, threads: int) -> Generator[Chunk, None, None]:
     """Crop the rows of a job in threads of this process, ahead of the consumer.
 
     Args:
-        job: The rows.
+        job: The rows, and how they are cropped.
         threads: The number of threads.
 
     Yields:
-        The views of all rows in order, in chunks.
+        Some rows at a time, in order: their views uint8 (n, row_bytes), and for each
+        row the reason why it is unreadable, or None.
     """
 
     def crop(item: tuple[np.ndarray, np.ndarray, Images]) -> Chunk:
@@ -538,10 +620,13 @@ def crop_local(job: CropJob, threads: int) -> Generator[Chunk, None, None]:
 
 
 def _with_images(job: CropJob) -> Iterator[tuple[np.ndarray, np.ndarray, Images]]:
-    """Yield the rows of a job in chunks, with their images.
+    """Yield the rows of a job with their images, some rows at a time.
 
     Images that are stored in groups are read here, in the thread that consumes this, so
     that each group is read once. Other images are read when they are cropped.
+
+    Args:
+        job: The rows that one worker needs in a range of steps.
 
     Yields:
         For n rows the global steps int64 (n,), the positions in the global batches
@@ -570,21 +655,15 @@ class StreamedEvalSet:
 
     Attributes:
         truth: Index of the true class among known + novel classes, int64 (N,).
-        index: Row number in the task, int64 (N,).
+        index: Row number among all rows of the run, int64 (N,).
         unlabeled: Whether training does not see the row's label, bool (N,).
-        images: The images of all rows of the task.
-        side: S, the side of decoded images in pixels.
-        decode: Decodes batches of row numbers, see :class:`StreamSet`.
-        bad: Collects the rows that prove unreadable.
+        source: The images of all rows of the run.
     """
 
     truth: Tensor
     index: Tensor
     unlabeled: Tensor
-    images: Images
-    side: int
-    decode: Callable[[Iterable[np.ndarray]], Iterator[DecodedBatch]]
-    bad: BadRows
+    source: StreamedImages
 
     def where(self, chosen: Tensor) -> StreamedEvalSet:
         """Return the set of only some of its N rows.
@@ -602,7 +681,7 @@ class StreamedEvalSet:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the rows of one worker as batches, each row once.
 
-        Unreadable rows are left out and added to ``bad``.
+        Unreadable rows are left out and added to ``source.bad``.
 
         Args:
             batch_size: The largest number of rows in a batch.
@@ -615,25 +694,57 @@ class StreamedEvalSet:
         own, truth = (
             rows.tensor_split(world_size)[rank] for rows in (self.index, self.truth)
         )
-        index = own.numpy()
-        batches = batches_of(self.images, index, decoded_rows(batch_size, self.side))
-        found = self.decode(index[batch] for batch in batches)
+        index, source = own.numpy(), self.source
+        size = decoded_rows(batch_size, source.side)
+        batches = batches_of(source.images, index, size)
+        found = source.decode(index[batch] for batch in batches)
         for batch, (rows, images, reasons) in zip(batches, found, strict=True):
             ok = ok_mask(reasons)
             for i in np.flatnonzero(~ok).tolist():
-                self.bad.add(int(rows[i]), str(reasons[i]))
+                source.bad.add(int(rows[i]), str(reasons[i]))
             if ok.any():
                 yield (
                     (images if ok.all() else images[torch.from_numpy(ok)]),
                     truth[torch.from_numpy(batch[ok])],
                 )
 
+    def choose_rows(self, num: int) -> list[np.ndarray]:
+        """Choose a sample of the rows that takes little reading.
+
+        Images that are stored together are chosen together, see
+        :func:`~uno.data.images.spread`.
+
+        Args:
+            num: The largest number of rows, if it is less than :data:`MAX_SAMPLE_ROWS`.
+
+        Returns:
+            A list of one array: the positions of the chosen rows, int64.
+        """
+        rows, num = [self.index.numpy()], min(num, MAX_SAMPLE_ROWS)
+        return spread(self.source.images, rows, num)
+
+    def plan_reading(
+        self, chosen: Sequence[np.ndarray], batch_size: int
+    ) -> tuple[list[np.ndarray], Read]:
+        """Divide a sample of rows into batches, and return how they are decoded.
+
+        Args:
+            chosen: Positions of rows, as :meth:`choose_rows` returns them.
+            batch_size: The largest number of rows of a batch.
+
+        Returns:
+            For each batch the positions of its rows in the sample; and the function
+            that reads batches, see :data:`~uno.data.memory.Read`.
+        """
+        index = self.index.numpy()
+        return self.source.plan_reading([index[rows] for rows in chosen], batch_size)
+
 
 def decoded_rows(batch_size: int, side: int) -> int:
     """Return the number of images to decode at once for evaluation.
 
     Args:
-        batch_size: The largest number.
+        batch_size: The largest number of images.
         side: The side of the decoded images in pixels.
 
     Returns:
@@ -643,28 +754,20 @@ def decoded_rows(batch_size: int, side: int) -> int:
 
 
 def streaming_eval_sets(
-    config: Config, task: Task, bad: BadRows
+    task: Task, source: StreamedImages
 ) -> dict[str, StreamedEvalSet]:
-    """Return the rows of a task with a true class, decoded by threads of this process.
+    """Make the evaluation sets of a run whose images are decoded when needed.
 
     Args:
-        config: The configuration of the run.
-        task: The task.
-        bad: Collects the rows that prove unreadable.
+        task: All rows of the run.
+        source: The images of these rows.
 
     Returns:
-        The sets of "train" and "test". A set can be empty.
+        The rows of "train" and "test" that have a true class. A set can be empty.
     """
-    how = (
-        task.rows.images,
-        config.data.stored_size,
-        decode_here(config, task.rows.images),
-        bad,
-    )
-    found = truth_rows(task).items()
     return {
-        split: StreamedEvalSet(truth, index, unlabeled, *how)
-        for split, (index, truth, unlabeled) in found
+        split: StreamedEvalSet(truth, index, unlabeled, source)
+        for split, (index, truth, unlabeled) in truth_rows(task).items()
     }
 
 

@@ -253,16 +253,15 @@ def _read_file(
 def present_columns(
     schema: Any, own: Mapping[str, str], folders: Mapping[str, str | int | None]
 ) -> list[str]:
-    """Return the names of the columns of a Parquet file and of its folders.
+    """List the columns of a Parquet file and of its folders, by their own names.
 
-    The names are those of the file and of the folders, each once, and not the standard
-    names.
+    A folder called NAME=VALUE counts as a column. Each name is listed once.
 
     Args:
         schema: The Arrow schema of the file.
         own: Standard name of a column, such as "label" -> its name in the file.
-        folders: Column name -> value, by :func:`partition_columns`. A folder whose
-            name is that of the column of ids or of images is left out.
+        folders: Column name -> value, by :func:`partition_columns`. A folder whose name
+            is that of the column of ids or of images is left out.
     """
     of_rows = [own[ours] for ours in own if ours not in TRAINING_COLUMNS]
     names = [*schema.names, *(name for name in folders if name not in of_rows)]
@@ -390,11 +389,11 @@ def rows_of_table(
     table: TextTable,
     options: ReadOptions,
 ) -> Rows:
-    """Return the rows of a table of text, as :func:`read_table` does for one file.
+    """Make the rows of a data set from the content of a CSV or JSONL table.
 
     Args:
         source: Name of the source, for errors.
-        path: The table, for errors.
+        path: Path of the table, for errors.
         root: Folder or URI that image paths are relative to.
         table: The content of the table.
         options: How the source is read.
@@ -463,14 +462,15 @@ LIKELY_IMAGES = re.compile(
 """Names that other programs give to a column of image paths."""
 LIKELY_LABELS = re.compile(
     r"(class|category|cat|target|species|breed|kind|type|tag|y|diagnosis|annotation|choice"
-    r"|(class|category|label)[ _-]?(name|id|s)?|labels?|text|answer|genus|variety)",
+    r"|(class|category|label)[ _-]?(name|id|s)?|cell[ _-]?types?"
+    r"|labels?|text|answer|genus|variety)",
     re.IGNORECASE,
 )
 """Names that other programs give to a column of classes."""
 
 
 def need_of_images(columns: Sequence[str], ours: Sequence[str]) -> str:
-    """Return the error line of a table without a column of images.
+    """Return the end of the error line of a table without a column of images.
 
     Args:
         columns: The names of the columns that it has.
@@ -517,7 +517,7 @@ def note_of_no_label(
 
 
 def splits_in(source: str, given: pa.DictionaryArray) -> np.ndarray:
-    """Return whether each row is for training.
+    """Return which rows are for training, by the split that each names.
 
     Args:
         source: The source, as the error message names it.

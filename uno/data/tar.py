@@ -131,7 +131,11 @@ class TarImages(Images):
 
     @cached_property
     def _pieces(self) -> np.ndarray:
-        """The span that each image begins in, numbered over all shards, int64 (N,)."""
+        """The span of a shard that each image begins in, int64 (N,).
+
+        A span is a part of :data:`SPAN_BYTES` bytes. Spans are numbered over all
+        shards.
+        """
         places = np.stack([self.shard, self.offset // SPAN_BYTES])
         return np.unique(places, axis=1, return_inverse=True)[1].reshape(-1)
 
@@ -383,10 +387,17 @@ def find_shards(path: str, follow_links: bool) -> list[FileEntry]:
 
 
 def _match_pattern(pattern: str, follow_links: bool) -> list[FileEntry]:
-    """List the files that a pattern names, as :func:`find_shards`.
+    """List the tar files that a pattern with ``*`` or braces names, in order.
 
     A name without ``*`` is not looked up, so that a shard that is missing is an error
     when it is read.
+
+    Args:
+        pattern: The pattern, see :func:`find_shards`.
+        follow_links: Whether links may lead out of the folder.
+
+    Raises:
+        ConfigError: There are none, or the pattern names too many files.
     """
     root_length = re.split(r"[*{]", pattern)[0].rfind("/") + 1
     shards = list[FileEntry]()

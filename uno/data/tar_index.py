@@ -183,7 +183,7 @@ class _Shard:
             raise self._refusal(b"", f"no header at byte {archive.offset:,}")
 
     def _member(self, info: tarfile.TarInfo) -> Member:
-        """Return the member of a header."""
+        """Describe the file or link inside the shard that a header announces."""
         name = info.name.removeprefix("./")
         folder, slash, base = name.rpartition("/")
         stem, dot, suffix = base.rpartition(".")
@@ -292,7 +292,10 @@ Identity = tuple[str, int, int]
 
 
 def _identity(shard: FileEntry) -> Identity:
-    """Return by what the index recognizes a shard that has not changed."""
+    """Return the path, size and modification time by which a shard is recognized.
+
+    The index serves a shard if all three are those of the scan.
+    """
     return shard.relative, shard.size, shard.time
 
 
@@ -473,5 +476,5 @@ def _find_fields(
 
 
 def shown(name: str) -> str:
-    """Return the name of a member as it stands in an error line."""
+    """Return the name of a member of a shard, as error messages show it."""
     return one_line(repr(valid_text(name)))

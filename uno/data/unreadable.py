@@ -79,9 +79,14 @@ def check_bad(
 
 
 def name_bad(entry: Mapping[str, Any]) -> str:
-    """Return how messages name an entry of :data:`BAD_SAMPLES`: its id, path and line.
+    """Return the text by which messages name an unreadable image.
 
-    See :func:`~uno.data.images.name_row` for the form.
+    Args:
+        entry: The entry of the image in :data:`BAD_SAMPLES`.
+
+    Returns:
+        The id of its row, and if they are known its path and its line in a table, see
+        :func:`~uno.data.images.name_row`.
     """
     path, line = entry.get("uri"), entry.get("line")
     return name_row(

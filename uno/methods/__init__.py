@@ -1,4 +1,4 @@
-"""Discovery methods and pretext tasks, and how they are found by name.
+"""The interface of discovery methods and of pretext tasks, and their lookup by name.
 
 All methods share the encoder, pretraining, batches, views, SGD, schedule and
 evaluation. Baselines use two large views. Unless its module says otherwise, the novel
@@ -74,8 +74,8 @@ class Method:
         needs_memory: Whether the method reads all images or ``Batch.rows`` itself, so
             that it cannot stream.
         has_projection_heads: Whether the novel heads are UNO's cluster heads. Such a
-            method uses all of the section ``objective``: the class prior, and the
-            terms that are off by default (IIC, rKD, the queue).
+            method uses all of the section ``objective``: the class prior, and the terms
+            that are off by default (IIC, rKD, the queue).
     """
 
     name: str
@@ -103,9 +103,10 @@ class Method:
     def build_head(
         self, num_novel: int, num_features: int, is_frozen: bool
     ) -> nn.Module:
-        """Build the novel head: by default cosines of the feature to prototypes.
+        """Build the novel head, the module that computes the outputs of novel classes.
 
-        It is not called if the method has projection heads.
+        By default these are cosines of the feature with a prototype of each class. It
+        is not called if the method has UNO's projection heads.
 
         Args:
             num_novel: The number of novel classes K.
@@ -121,7 +122,9 @@ class Method:
         return NovelHead(num_novel, num_features)
 
     def build_adapter(self, num_features: int) -> nn.Module | None:
-        """Build a module that maps the features before all heads; by default None.
+        """Build a module that transforms the encoder's features before all heads.
+
+        By default there is none, and the result is None.
 
         Args:
             num_features: The number of features D.
@@ -148,16 +151,23 @@ class Method:
         return {}
 
     def needs_teacher(self, config: Config) -> bool:
-        """Return whether ``state.teacher`` must be the network before discovery.
+        """Return whether the loss needs the pretrained network as a teacher.
 
-        It is a frozen copy of the network after supervised pretraining.
+        ``state.teacher`` is then a frozen copy of the network after supervised
+        pretraining, for example for distillation. By default False.
+
+        Args:
+            config: The configuration of the run.
         """
         return False
 
     def can_be_recorded(self, config: Config) -> bool:
-        """Return whether ``compute.cuda_graph`` can record a training step.
+        """Return whether a training step can be recorded as a CUDA graph.
 
-        The loss must then launch the same kernels in every step. By default False.
+        It can if the loss launches the same kernels in every step. By default False.
+
+        Args:
+            config: The configuration of the run.
         """
         return False
 
@@ -185,10 +195,11 @@ _sections: dict[str, type[Section] | None] = {}
 
 @cache
 def load(name: str) -> Method:
-    """Return the method of a name.
+    """Return the discovery method that a name stands for.
 
     Args:
-        name: A key of :data:`METHODS`, or ``package.module:METHOD``, which is imported.
+        name: A key of :data:`METHODS`, such as "rs", or ``package.module:METHOD``. The
+            module is imported.
 
     Raises:
         ConfigError: There is no such method, or its own name is taken or no identifier.
@@ -206,11 +217,11 @@ def load(name: str) -> Method:
 
 @cache
 def load_pretext(name: str) -> Pretext:
-    """Return the pretext task of a name.
+    """Return the self-supervised pretext task that a name stands for.
 
     Args:
-        name: A key of :data:`PRETEXTS`, or ``package.module:PRETEXT``, which is
-            imported.
+        name: A key of :data:`PRETEXTS`, such as "rotation", or
+            ``package.module:PRETEXT``. The module is imported.
 
     Raises:
         ConfigError: There is no such task.
@@ -220,12 +231,12 @@ def load_pretext(name: str) -> Pretext:
 
 
 def _load(key: str, name: str, own: Mapping[str, str], kind: type) -> Any:
-    """Return the object that a name of the package or an import path stands for.
+    """Import the method or pretext task that a name stands for, and return it.
 
     Args:
-        key: The key of the configuration, for messages.
-        name: A name of ``own``, or an import path.
-        own: The names of the package.
+        key: The key of the configuration that has the name, for error messages.
+        name: A key of ``own``, or the import path ``package.module:NAME``.
+        own: The methods or pretext tasks of this package: descriptions by name.
         kind: The type that the object must have, :class:`Method` or :class:`Pretext`.
 
     Raises:
@@ -281,7 +292,7 @@ def section_model(name: str) -> type[Section] | None:
 
 
 def default_settings(method: str, preset: str) -> dict[str, Any]:
-    """Return the settings that a method brings along under a preset, by dotted key.
+    """Return the settings that choosing a method adds to a preset, by dotted key.
 
     They are the name of the method, and the constants that its authors use on the data
     of the preset. For UNO there are none, because the presets are made for it. With the
@@ -312,8 +323,11 @@ def default_settings(method: str, preset: str) -> dict[str, Any]:
 
 
 def description(name: str) -> str:
-    """Return what a method is: "rank statistics (Han et al., ICLR 2020)".
+    """Return the description of a method: "rank statistics (Han et al., ICLR 2020)".
 
-    For a method that is not part of this package it is the name.
+    A method that is not part of this package is described by its name.
+
+    Args:
+        name: The name of the method, such as "rs".
     """
     return METHODS.get(name, name)

@@ -1,4 +1,4 @@
-"""The default for a frozen encoder: cluster its features, without training.
+"""The method "clustering", the default for a frozen encoder: cluster its features.
 
 :func:`uno.clustering.frozen.discover_clusters` finds the clusters. Everything happens
 before the first step: the adapter takes the space in which the clusters were found, and
@@ -34,7 +34,12 @@ class SpaceAdapter(nn.Module):
     """
 
     def __init__(self, num_features: int) -> None:
-        """Start from the leading ``MAX_DIRECTIONS`` of the ``num_features`` axes."""
+        """Create a map that keeps the first coordinates of a feature.
+
+        Args:
+            num_features: The number of features. If it exceeds ``MAX_DIRECTIONS``, only
+                that many coordinates are kept.
+        """
         super().__init__()
         self.width = min(num_features, MAX_DIRECTIONS)
         # On the meta device torch.eye imports PyTorch's compiler, which takes seconds.
@@ -46,7 +51,7 @@ class SpaceAdapter(nn.Module):
         """Map features to coordinates in the space in which the clusters were found.
 
         Features are scaled to length one, the mean is subtracted, and the result is
-        multiplied by the directions.
+        multiplied by the matrix of directions (whitening and principal directions).
 
         Args:
             features: Features of the encoder, (N, D).
@@ -60,31 +65,37 @@ class SpaceAdapter(nn.Module):
 
 
 class ClusteringMethod(Method):
-    """ClusteringMethod of frozen features, see the top of the module."""
+    """Clustering of a frozen encoder's features, see the top of the module."""
 
     name = "clustering"
     supports_gcd = True
     trains = False
 
     def build_adapter(self, num_features: int) -> SpaceAdapter:
-        """Build an :class:`SpaceAdapter`."""
+        """Build the map from features to the coordinates that are clustered.
+
+        Args:
+            num_features: The number of features of the encoder.
+        """
         return SpaceAdapter(num_features)
 
     def initialize(
         self, config: Config, model: UnoModel, train: TrainData
     ) -> dict[str, Tensor]:
-        """Cluster the training features and move the model's adapter and prototypes.
+        """Cluster the training features, and set the model's adapter and prototypes.
 
         Args:
-            config: The run's configuration.
+            config: The configuration of the run.
             model: The network, which is changed in place.
             train: The training data.
 
         Returns:
-            Tensors that the checkpoint keeps: ``agreement`` (A,) of
-            :class:`uno.clustering.frozen.FrozenClusters`; ``similar`` (n, 3) of
-            :func:`pairs_of_one_class`; and ``counts`` (3,): the numbers of unlabeled
-            rows that were clustered, of known and of novel classes.
+            Tensors that the checkpoint keeps. "agreement" (A,) has the shares of
+            unlabeled rows on which A other clusterings agree with this one. "similar"
+            (n, 3) has the pairs of novel classes that may be parts of one class: their
+            indices and their similarity, see
+            :func:`uno.clustering.num_classes.pairs_of_one_class`. "counts" (3,) has the
+            numbers of clustered unlabeled rows, of known classes and of novel classes.
 
         Raises:
             ConfigError: There are not more unlabeled rows than clusters.
@@ -99,6 +110,7 @@ class ClusteringMethod(Method):
             )
 
         def compute() -> dict[str, Tensor]:
+            """Cluster the features, and return the tensors of the result by name."""
             result = discover_clusters(
                 labeled, labels, unlabeled, num_novel, gcd, config.seed
             )
@@ -124,11 +136,22 @@ class ClusteringMethod(Method):
         }
 
     def loss(self, state: TrainState, batch: Batch, config: Config) -> Loss:
-        """Compute the unified objective, with which training goes on from there."""
+        """Compute UNO's unified objective of a batch.
+
+        Training continues from the clusters with this loss, if discovery has epochs.
+
+        Args:
+            state: The state of training.
+            batch: The batch.
+            config: The configuration of the run.
+
+        Returns:
+            The total loss, and the loss of each cluster head.
+        """
         return unified_objective(state, batch, config)
 
     def can_be_recorded(self, config: Config) -> bool:
-        """Return True."""
+        """Return True: every training step launches the same kernels."""
         return True
 
 

@@ -1,4 +1,4 @@
-"""The parts that several methods share."""
+"""Losses, schedules and initializations that several discovery methods share."""
 
 import math
 from typing import Any
@@ -28,8 +28,8 @@ def forward_two_views(state: TrainState, batch: Batch) -> tuple[Tensor, Tensor, 
         batch: The batch with at least two large views.
 
     Returns:
-        Known cosines (2, B, C_l), the novel head's outputs (2, B, C_u), and features
-        (2, B, D).
+        Three tensors: cosines with the prototypes of the known classes (2, B, C_l);
+        outputs of the novel head (2, B, C_u); and features of the encoder (2, B, D).
     """
     logits = forward(state, batch._replace(views=batch.views[:2], num_large=2))
     assert logits.novel is not None and logits.features is not None
@@ -39,7 +39,7 @@ def forward_two_views(state: TrainState, batch: Batch) -> tuple[Tensor, Tensor, 
 def pair_likelihood_loss(
     probabilities: Tensor, others: Tensor, similar: Tensor
 ) -> Tensor:
-    """Return the binary cross-entropy of "both rows are in one cluster".
+    """Return the binary cross-entropy, over pairs of rows, of being in one cluster.
 
     The probability of this is the inner product <p_i, q_j> (Han et al., 2020, Eq. 2;
     Hsu et al., 2019, Eq. 1). 1e-7 is added inside the logarithm, as in both authors'
@@ -49,7 +49,7 @@ def pair_likelihood_loss(
         probabilities: Cluster probabilities p of this worker's rows in one view, (N,
             K).
         others: Cluster probabilities q of all workers' rows in the other view, (M, K).
-        similar: Which pairs are in one cluster, bool (N, M).
+        similar: Whether the rows of each pair should be in one cluster, bool (N, M).
 
     Returns:
         A scalar, the mean over all pairs.
@@ -78,7 +78,7 @@ def similar_by_cosine(features: Tensor, threshold: float) -> Tensor:
 
     Args:
         features: Features (N, D) of this worker's unlabeled rows.
-        threshold: The cosine.
+        threshold: The cosine above which a pair is similar, -1 to 1.
 
     Returns:
         A mask, bool (N, M), for the M unlabeled rows of all workers.
@@ -123,15 +123,16 @@ def feature_contrast_loss(
 
 
 def frozen_sample(config: Config, model: UnoModel, train: Any) -> Sample:
-    """Compute the features that a method starts from.
+    """Compute a frozen encoder's features of training rows, to initialize a method.
 
     Args:
         config: The configuration of the run.
-        model: The network.
+        model: The network, with the frozen encoder.
         train: The training data.
 
     Returns:
-        Features of labeled and unlabeled rows.
+        Features and labels of a sample of labeled rows, and features of a sample of
+        unlabeled rows.
 
     Raises:
         ConfigError: There are fewer unlabeled rows than novel classes.
@@ -147,11 +148,11 @@ def frozen_sample(config: Config, model: UnoModel, train: Any) -> Sample:
 
 @torch.no_grad()
 def set_prototypes_(model: UnoModel, prototypes: Tensor) -> None:
-    """Set the known prototypes and those of the only novel head in place.
+    """Set the prototypes of all known and novel classes of a model, in place.
 
     Args:
-        model: The network.
-        prototypes: The prototypes (C_l + C_u, D), known ones first.
+        model: A network with one novel head, which is changed.
+        prototypes: A row for each class, (C_l + C_u, D), known classes first.
     """
     known, novel = prototypes.split([model.num_known, model.num_novel])
     model.known.weight.copy_(known)
@@ -161,12 +162,13 @@ def set_prototypes_(model: UnoModel, prototypes: Tensor) -> None:
 def cluster_centers(
     sample: Sample, num_novel: int, setting: str | None, seed: int
 ) -> Tensor:
-    """Return directions of the known classes and of novel clusters, on the CPU.
+    """Compute initial prototypes: means of known classes, and centers of clusters.
 
     Args:
         sample: Features of labeled and unlabeled rows.
         num_novel: The number of novel classes C_u.
-        setting: The setting. In "gcd" unlabeled rows may belong to known classes.
+        setting: "gcd" if unlabeled rows may belong to known classes, otherwise another
+            text or None.
         seed: The seed of k-means.
 
     Returns:

@@ -1,4 +1,4 @@
-"""DTC: deep transfer clustering (Han et al., ICCV 2019).
+"""The discovery method DTC: deep transfer clustering (Han et al., ICCV 2019).
 
 The paper is "Learning to discover novel visual categories via deep transfer
 clustering". This is its Pi-model form, the variant that keeps no second memory of rows.
@@ -137,18 +137,30 @@ class Dtc(Method):
     def build_head(
         self, num_novel: int, num_features: int, is_frozen: bool
     ) -> DistanceHead:
-        """Build a :class:`DistanceHead`."""
+        """Build the novel head, which computes log-similarities to cluster centers.
+
+        Args:
+            num_novel: The number of novel classes K.
+            num_features: The number of features D.
+            is_frozen: Whether the encoder is frozen, which does not matter here.
+        """
         return DistanceHead(num_novel, num_features)
 
     def loss(self, state: TrainState, batch: Batch, config: Config) -> Tensor:
-        """Compute the loss of the unlabeled rows.
+        """Compute the loss of DTC for the unlabeled rows of a batch.
 
-        It is KL(p || q) to the stored targets p, plus the squared difference of q under
-        two views with a rising weight. The q of view 0 is stored for each row. The
-        targets are updated at the end of the warm-up and then after each
-        ``update_interval``.
+        q are the cluster probabilities of a row, and p its sharpened target. The loss
+        is KL(p || q), plus the squared difference of q under two views with a rising
+        weight. The q of view 0 is stored for each row in ``state.extra``. The targets
+        are updated at the end of the warm-up and then after each ``update_interval``.
 
-        For the arguments see :meth:`uno.methods.Method.loss`.
+        Args:
+            state: The state of training, with the model, q and p.
+            batch: The views of this worker's rows, labeled rows first.
+            config: The configuration of the run.
+
+        Returns:
+            The loss, a scalar.
         """
         assert batch.rows is not None
         constants: Constants = config.method_options
@@ -187,7 +199,8 @@ class Dtc(Method):
             train: The training data, in memory.
 
         Returns:
-            "probabilities", q, and "targets", p, of all unlabeled rows, (N_u, K).
+            "probabilities", the cluster probabilities q, and "targets", the sharpened
+            targets p, of all unlabeled rows, each (N_u, K).
 
         Raises:
             ConfigError: There are fewer unlabeled rows than clusters.
@@ -211,6 +224,7 @@ class Dtc(Method):
             )
 
         def compute() -> dict[str, Tensor]:
+            """Return principal components and k-means centers of the features."""
             centered, _, directions = principal_components(features)
             components = directions[:, :num_novel].T  # (K, D)
             points = (centered @ components.T).cpu()
@@ -229,10 +243,13 @@ class Dtc(Method):
 
 
 def sharpen(q: Tensor) -> Tensor:
-    """Compute the targets of DEC (Xie et al., 2016, Eq. 3): p ~ q^2 / f.
+    """Sharpen cluster probabilities q into targets p, as in DEC.
+
+    p is proportional to q^2 / f, where f is the sum of q over rows (Xie et al., 2016,
+    Eq. 3).
 
     Args:
-        q: Cluster probabilities (N, K). f is their sum over rows.
+        q: Cluster probabilities (N, K).
 
     Returns:
         Targets p (N, K). Each row sums to 1.
@@ -242,13 +259,13 @@ def sharpen(q: Tensor) -> Tensor:
 
 
 def store_probabilities_(probabilities: Tensor, rows: Tensor, q: Tensor) -> None:
-    """Store the q of all workers' rows of a step in place.
+    """Store the cluster probabilities of all workers' rows of a step, in place.
 
     Args:
-        probabilities: The stored q of all unlabeled rows, (N_u, K). Values that are not
-            finite are not stored.
-        rows: The row numbers of this worker's rows, int64 (B_u,).
-        q: The q of these rows, (B_u, K).
+        probabilities: The stored probabilities of all unlabeled rows, (N_u, K), which
+            are updated. Values that are not finite are not stored.
+        rows: The indices of this worker's rows among the unlabeled rows, int64 (B_u,).
+        q: The cluster probabilities of these rows, (B_u, K).
     """
     rows, q = distributed.gather_rows(rows, 0), distributed.gather_rows(q.float(), 0)
     probabilities[rows] = torch.where(q.isfinite(), q, probabilities[rows])

@@ -20,9 +20,11 @@ from uno.steps import Batch, Loss, TrainState, forward
 
 
 def extended_objective(state: TrainState, batch: Batch, config: Config) -> Loss:
-    """Compute the unified objective with the terms and the queue of the configuration.
+    """Compute UNO's unified objective with added terms and a queue for Sinkhorn.
 
-    Otherwise this is :func:`uno.objective.unified_objective`.
+    The configuration says which terms are added (IIC, rKD), and whether pseudo-labels
+    see rows of earlier batches in a queue. Without any of them the result is that of
+    :func:`uno.objective.unified_objective`.
 
     Args:
         state: The state of training. Its queue is updated.
@@ -55,18 +57,19 @@ def extended_objective(state: TrainState, batch: Batch, config: Config) -> Loss:
 def extension_terms(
     state: TrainState, batch: Batch, logits: Logits, objective: ObjectiveConfig
 ) -> Iterator[Tensor]:
-    """Yield the additional terms of the loss that have a weight, times this weight.
+    """Yield the added terms of the loss that have a weight, each times its weight.
 
     The terms are :func:`iic_loss`, :func:`iic_view_loss` and :func:`rkd_loss`.
 
     Args:
         state: The state of training, with the teacher if rKD has a weight.
         batch: The batch.
-        logits: The cosines of the batch.
-        objective: The section of the configuration that has the weights.
+        logits: The outputs of the network for the batch.
+        objective: The section of the configuration that has the weights. A term with
+            weight 0 is left out.
 
     Yields:
-        Scalars.
+        The weighted terms, scalars.
     """
     assert logits.novel is not None
     known, novel, num_labeled, tau = (
@@ -95,7 +98,7 @@ def extension_terms(
 
 @torch.no_grad()
 def past_logits(state: TrainState, directions: Tensor) -> list[Tensor] | None:
-    """Add rows to the queue, and return cosines of queued rows with the prototypes.
+    """Put rows into the queue, and compute the cosines of queued rows with prototypes.
 
     The queue is that of SwAV (Caron et al., 2020, App. A), for batches with few rows
     for each cluster. As there, it takes part late: when it is full and the warm-up is
@@ -103,13 +106,15 @@ def past_logits(state: TrainState, directions: Tensor) -> list[Tensor] | None:
 
     Args:
         state: The state of training. ``state.extra["queue"]`` (V_large, H, Q, P or 2P)
-            is updated. It holds the directions of cluster heads and overclustering
-            heads side by side, newest first, the same on all workers.
-        directions: Directions of this worker's unlabeled rows, (V_large, H or 2H, B_u,
-            P), first those of the cluster heads.
+            is updated. It holds the projections of Q rows by cluster heads and
+            overclustering heads side by side, newest first, the same on all workers.
+        directions: Projections of this worker's unlabeled rows at length one, (V_large,
+            H or 2H, B_u, P): those of the cluster heads, then of the overclustering
+            heads.
 
     Returns:
-        For each family of heads, cosines (V_large, H, Q, K) of the rows in the queue;
+        Cosines (V_large, H, Q, K) of the rows in the queue with the prototypes: one
+        tensor for the cluster heads, then one for the overclustering heads, if any.
         None as long as the queue takes no part.
     """
     queue, heads = (

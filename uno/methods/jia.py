@@ -55,17 +55,29 @@ class Jia(Method):
     def build_head(
         self, num_novel: int, num_features: int, is_frozen: bool
     ) -> NovelHead:
-        """Build the novel head, with a linear layer if the encoder is frozen."""
+        """Build the novel head, with a linear layer if the encoder is frozen.
+
+        Args:
+            num_novel: The number of novel classes K.
+            num_features: The number of features D.
+            is_frozen: Whether the encoder is frozen.
+        """
         return NovelHead(num_novel, num_features, has_layer=is_frozen)
 
     def loss(self, state: TrainState, batch: Batch, config: Config) -> Tensor:
-        """Compute the objective of pairs, plus the contrast of all rows.
+        """Compute the pairwise loss of a batch, plus the contrastive loss of all rows.
 
-        The objective is :func:`uno.methods.rs.loss_of_pairs`, where pairs are similar
-        if more than half of their hash codes are equal. The contrast is
-        :func:`uno.methods.common.feature_contrast_loss`.
+        The pairwise loss is :func:`uno.methods.rs.loss_of_pairs`, where two rows are
+        similar if more than half of their winner-take-all hash codes are equal. The
+        contrastive loss is :func:`uno.methods.common.feature_contrast_loss`.
 
-        For the arguments see :meth:`uno.methods.Method.loss`.
+        Args:
+            state: The state of training, with the model and the windows of the hashes.
+            batch: The views of this worker's rows, labeled rows first.
+            config: The configuration of the run.
+
+        Returns:
+            The loss, a scalar.
         """
         num_labeled, windows = len(batch.labels), state.extra["windows"]
         known, novel, features = forward_two_views(state, batch)
@@ -99,25 +111,27 @@ class Jia(Method):
 
 
 def hash_codes(features: Tensor, windows: Tensor) -> Tensor:
-    """Return which feature of each window is the largest.
+    """Compute winner-take-all hash codes of features (Yagnik et al., 2011).
+
+    A code says which of the k features of a window is the largest.
 
     Args:
         features: Features (N, D).
-        windows: Indices of features, int64 (H, k).
+        windows: H windows, each k indices of features, int64 (H, k).
 
     Returns:
-        Codes int64 (N, H), from 0 to k - 1.
+        The code of each row for each window, int64 (N, H), from 0 to k - 1.
     """
     return features[:, windows].argmax(dim=-1)
 
 
 def share_of_equal_codes(codes: Tensor, others: Tensor, window: int) -> Tensor:
-    """Return the share of equal codes for each pair of rows.
+    """Return the share of equal hash codes for each pair of rows.
 
     Args:
-        codes: Codes int64 (N, H).
-        others: Codes int64 (M, H).
-        window: The number of values of a code, which are 0 to ``window`` - 1.
+        codes: H codes of each of N rows, int64 (N, H), of :func:`hash_codes`.
+        others: H codes of each of M rows, int64 (M, H).
+        window: The number of values that a code can have: 0 to ``window`` - 1.
 
     Returns:
         Shares (N, M), 0-1.

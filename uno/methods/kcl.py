@@ -1,8 +1,9 @@
-"""KCL: KLD-based contrastive loss (Hsu et al., ICLR 2018; code L2C).
+"""The discovery method KCL: KLD-based contrastive loss (Hsu et al., ICLR 2018).
 
-The paper is "Learning to cluster in order to transfer across domains and tasks". The
-outputs of two unlabeled rows should have a small KL divergence if a similarity network
-(:mod:`uno.methods.pairs`) calls them similar, and one above a margin if it does not.
+The paper is "Learning to cluster in order to transfer across domains and tasks", and
+the code L2C. The outputs of two unlabeled rows should have a small KL divergence if a
+similarity network (:mod:`uno.methods.pairs`) calls them similar, and one above a margin
+if it does not.
 
 Known constants, from the authors' code: the margin is 2, 1e-7 is added to
 probabilities, the distribution that is the target has no gradient, and both orders of a
@@ -30,7 +31,18 @@ class Kcl(pairs.PairMethod):
         similarity: pairs.PairSimilarity,
         features: Tensor,
     ) -> Tensor:
-        """Compute the contrastive loss, the mean of both orders of the two views."""
+        """Compute the contrastive loss of KCL for pairs of unlabeled rows.
+
+        Args:
+            first: Cluster probabilities of this worker's unlabeled rows in view 0,
+                (B_u, C_u).
+            second: The same in view 1.
+            similarity: The network that decides which rows are similar.
+            features: Features of these rows in both views, (2, B_u, D).
+
+        Returns:
+            A scalar, the mean over pairs, and over both orders of the two views.
+        """
         similar = pairs.similar_pairs(similarity, features)
         similar_back = pairs.similar_pairs(similarity, features.flip(0))
         forth = contrastive_loss(first, second, similar)
@@ -41,8 +53,8 @@ class Kcl(pairs.PairMethod):
 def contrastive_loss(probabilities: Tensor, targets: Tensor, similar: Tensor) -> Tensor:
     """Return the contrastive loss of pairs, with a margin on the KL divergence.
 
-    It is the mean over pairs of KL(q_j || p_i) if they are similar, otherwise of max(0,
-    margin - KL(q_j || p_i)).
+    Over similar pairs (i, j) of rows KL(q_j || p_i) is averaged, and over all other
+    pairs max(0, margin - KL(q_j || p_i)).
 
     Args:
         probabilities: Cluster probabilities p of this worker's rows in one view, (N,
@@ -52,7 +64,7 @@ def contrastive_loss(probabilities: Tensor, targets: Tensor, similar: Tensor) ->
         similar: Which pairs are similar, bool (N, M).
 
     Returns:
-        A scalar.
+        A scalar, the mean over all N M pairs.
     """
     log_p = (probabilities + 1e-7).log()
     q = distributed.gather_rows(targets.detach(), 0) + 1e-7

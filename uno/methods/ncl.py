@@ -1,13 +1,13 @@
-"""NCL: neighborhood contrastive learning (Zhong et al., CVPR 2021; arXiv 2106.10731).
+"""The discovery method NCL: neighborhood contrastive learning (Zhong et al., 2021).
 
-The paper is "Neighborhood contrastive learning for novel class discovery". The
-objective is that of :mod:`uno.methods.rs`, with two changes. Pairs are similar if the
-cosine of their features is high. And the features are contrasted with two memories, in
-which the oldest entries are replaced. An unlabeled row is drawn to its other view and
-to its nearest neighbors in the memory of unlabeled rows. It is pushed away from the
-other entries and from hard negatives: memory entries unlike it, mixed with labeled
-ones. A labeled row is drawn to its other view and to all entries of its class. Neither
-memory holds a label that is not given.
+The paper is "Neighborhood contrastive learning for novel class discovery" (CVPR 2021;
+arXiv 2106.10731). The objective is that of :mod:`uno.methods.rs`, with two changes.
+Pairs are similar if the cosine of their features is high. And the features are
+contrasted with two memories, in which the oldest entries are replaced. An unlabeled row
+is drawn to its other view and to its nearest neighbors in the memory of unlabeled rows.
+It is pushed away from the other entries and from hard negatives: memory entries unlike
+it, mixed with labeled ones. A labeled row is drawn to its other view and to all entries
+of its class. Neither memory holds a label that is not given.
 
 Known constants, from the authors' code:
 - Pairs are similar above a cosine of 0.95 (``--ncl.threshold``; a small network that
@@ -86,20 +86,33 @@ class Ncl(Method):
     def build_head(
         self, num_novel: int, num_features: int, is_frozen: bool
     ) -> NovelHead:
-        """Build the novel head, with a linear layer if the encoder is frozen."""
+        """Build the novel head, with a linear layer if the encoder is frozen.
+
+        Args:
+            num_novel: The number of novel classes K.
+            num_features: The number of features D.
+            is_frozen: Whether the encoder is frozen.
+        """
         return NovelHead(num_novel, num_features, has_layer=is_frozen)
 
     def loss(self, state: TrainState, batch: Batch, config: Config) -> Tensor:
-        """Compute the objective of pairs, plus the contrast with both memories.
+        """Compute the pairwise loss of a batch, plus contrastive losses with memories.
 
-        The objective is :func:`uno.methods.rs.loss_of_pairs`, where pairs are similar
-        by the cosine of their features. The contrast is :func:`class_loss` for labeled
-        rows. For unlabeled rows it is :func:`neighbor_loss`, which begins at the share
-        ``START`` of the phase, once the memory of unlabeled features is full. From
-        ``HARD_START`` on it has hard negatives, once the memory of labeled features is
-        full, too. The rows of the batch enter the memories in ``state.extra``.
+        The pairwise loss is :func:`uno.methods.rs.loss_of_pairs`, where two rows are
+        similar by the cosine of their features. The contrastive loss of labeled rows is
+        :func:`class_loss`. That of unlabeled rows is :func:`neighbor_loss`, which
+        begins at the share ``START`` of the phase, once the memory of unlabeled
+        features is full. From ``HARD_START`` on it has hard negatives, once the memory
+        of labeled features is full, too. The features of the batch are put into the
+        memories in ``state.extra``.
 
-        For the arguments see :meth:`uno.methods.Method.loss`.
+        Args:
+            state: The state of training, with the model and the memories.
+            batch: The views of this worker's rows, labeled rows first.
+            config: The configuration of the run.
+
+        Returns:
+            The loss, a scalar.
         """
         num_labeled, extra = len(batch.labels), state.extra
         known, novel, features = forward_two_views(state, batch)
@@ -165,18 +178,18 @@ class Ncl(Method):
 def class_loss(
     query: Tensor, key: Tensor, labels: Tensor, memory: Tensor, classes: Tensor
 ) -> Tensor:
-    """Return the contrastive loss of labeled rows with the memory of labeled rows.
+    """Return the contrastive loss of labeled rows with a memory of earlier ones.
 
-    It is a cross-entropy. The target is uniform over the other view of the row and the
-    entries of its class.
+    It is a cross-entropy of similarities. The target of a row is uniform over its other
+    view and the entries of the memory that are of its class.
 
     Args:
         query: Unit features of this worker's labeled rows in view 0, (N, D).
         key: The same in view 1.
         labels: Classes of the rows, int64 (N,).
-        memory: Unit features of earlier rows, (M, D).
-        classes: Classes of the entries, int64 (M,), -1 for empty entries, which do not
-            count.
+        memory: Unit features of M earlier labeled rows, (M, D).
+        classes: Classes of the rows in the memory, int64 (M,), -1 for empty entries,
+            which do not count.
 
     Returns:
         A scalar, the mean over rows.
@@ -194,17 +207,18 @@ def class_loss(
 def neighbor_loss(
     query: Tensor, key: Tensor, memory: Tensor, near: int, hard: Tensor | None
 ) -> Tensor:
-    """Return the contrastive loss of unlabeled rows with the memory of unlabeled rows.
+    """Return the contrastive loss of unlabeled rows with a memory of earlier ones.
 
-    It is a cross-entropy. The target is 0.2 at the other view of the row, and 0.8
-    spread evenly over the entries nearest to it.
+    It is a cross-entropy of similarities. The target of a row is 0.2 at its other view,
+    and 0.8 spread evenly over the entries of the memory nearest to it.
 
     Args:
         query: Unit features of this worker's unlabeled rows in view 0, (N, D).
         key: The same in view 1.
-        memory: Unit features of earlier rows, (M, D).
-        near: The number of nearest entries.
-        hard: Cosines of the rows with additional negatives, (N, n), or None.
+        memory: Unit features of M earlier unlabeled rows, (M, D).
+        near: The number of nearest entries in the target.
+        hard: Cosines of the rows with n additional negatives each, (N, n); None if
+            there are none.
 
     Returns:
         A scalar, the mean over rows.
@@ -221,17 +235,21 @@ def neighbor_loss(
 
 
 def _draw_hard_negatives(state: TrainState, query: Tensor, num_novel: int) -> Tensor:
-    """Draw labeled entries, and return cosines with the hardest mixtures.
+    """Draw hard negatives of unlabeled rows, and return the cosines with them.
 
-    The draw depends on the step alone, and is the same for any number of workers.
+    A hard negative is a feature from the memory of unlabeled rows that is unlike the
+    row, mixed with a random feature from the memory of labeled rows. The draw depends
+    on the step alone, and is the same for any number of workers.
 
     Args:
         state: The state of training, with both memories.
         query: Unit features of this worker's unlabeled rows, (N, D).
-        num_novel: The number of novel classes.
+        num_novel: The number of novel classes, which decides how many entries of the
+            memory are mixed.
 
     Returns:
-        The cosines of :func:`hard_negatives`.
+        The cosines of each row with its hardest negatives, (N, n), see
+        :func:`hard_negatives`.
     """
     memory, labeled = state.extra["memory"], state.extra["labeled_memory"]
     far = NUM_FAR_OF_FIVE if num_novel == 5 else NUM_FAR
@@ -252,20 +270,21 @@ def hard_negatives(
 ) -> Tensor:
     """Return the cosines of rows with their hardest negatives.
 
-    The negatives of a row are mixtures of the memory entries least similar to it with
-    labeled entries. The mixtures are not computed: their cosines follow from those of
-    both parts.
+    The negatives of a row are weighted sums of two features: one of the n features in
+    the memory of unlabeled rows that are least similar to it, and one of a labeled row.
+    The hardest are those with the highest cosines. The sums are not computed: their
+    cosines follow from those of both parts.
 
     Args:
         query: Unit features of the rows, (N, D).
         memory: Unit features of unlabeled rows, (M, D).
         labeled: Unit features of labeled rows, (L, D).
-        chosen: In each draw, the labeled entry that each of the n least similar entries
-            is mixed with, int64 (N, draws, n).
-        kept: The number of mixtures with the highest cosines to keep.
+        chosen: For each row, in each of several draws, the index of the labeled row
+            that each of the n features is mixed with, int64 (N, draws, n).
+        kept: The number of negatives to keep for each row.
 
     Returns:
-        Cosines (N, ``kept``), or fewer columns if there are fewer mixtures.
+        Cosines (N, ``kept``), or fewer columns if there are fewer negatives.
     """
     others = query @ memory.T
     far = others.topk(chosen.shape[2], dim=1, largest=False).indices  # (N, n)
@@ -283,11 +302,12 @@ def hard_negatives(
 
 
 def push_rows(rows: Tensor, memory: Tensor) -> Tensor:
-    """Put the rows of all workers in front of a memory, and drop its oldest entries.
+    """Put rows of all workers in front of a memory, and drop its oldest entries.
 
     Args:
-        rows: The rows of this worker, (N, ...). Values that are not finite become 0.
-        memory: The memory, (M, ...), newest first.
+        rows: The rows of this worker, features or labels, (N, ...). Values that are not
+            finite become 0.
+        memory: The memory of earlier rows, (M, ...), newest first. It is not changed.
 
     Returns:
         The new memory, (M, ...).

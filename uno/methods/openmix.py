@@ -1,4 +1,4 @@
-"""OpenMix (Zhong et al., CVPR 2021; arXiv 2004.05551).
+"""The discovery method OpenMix (Zhong et al., CVPR 2021; arXiv 2004.05551).
 
 The paper is "OpenMix: reviving known knowledge for discovering novel visual categories
 in an open world". Labeled rows have a cross-entropy. Unlabeled rows have a pairwise
@@ -57,14 +57,20 @@ class OpenMix(Method):
     constants_of_preset = rs.SETTINGS
 
     def loss(self, state: TrainState, batch: Batch, config: Config) -> Tensor:
-        """Compute the objective of pairs, plus a squared error of mixed images.
+        """Compute the pairwise loss of a batch, plus a squared error of mixed images.
 
-        The objective is :func:`uno.methods.rs.loss_of_pairs`, where pairs are similar
-        by the cosine of their features. Each image is mixed with an unlabeled one, and
-        the squared error is that of its probabilities and its mixed target. The weight
-        of this error rises over the phase.
+        The pairwise loss is :func:`uno.methods.rs.loss_of_pairs`, where two rows are
+        similar by the cosine of their features. Each image is mixed with an unlabeled
+        one, and its target is mixed in the same way. The squared error is that of its
+        predicted probabilities. The weight of this error rises over the phase.
 
-        For the arguments see :meth:`uno.methods.Method.loss`.
+        Args:
+            state: The state of training, with the model.
+            batch: The views of this worker's rows, labeled rows first.
+            config: The configuration of the run.
+
+        Returns:
+            The loss, a scalar.
         """
         num_labeled, tau = len(batch.labels), config.objective.temperature
         clean = batch.views[0]
@@ -107,11 +113,12 @@ class OpenMix(Method):
             train: The training data.
 
         Returns:
-            No tensors.
+            An empty mapping: the method keeps no tensors.
         """
         labeled, labels, unlabeled = training_features(config, model, train)
 
         def compute() -> dict[str, Tensor]:
+            """Return the centers of the k-means clusters of unlabeled rows."""
             clusters = cluster_features(
                 unlabeled, labeled, labels, train.num_novel, "ncd", config.seed
             )
@@ -123,10 +130,10 @@ class OpenMix(Method):
 
 
 def draw_mixtures(step: int, num_labeled: int, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Draw the partner and the share of each row of this worker.
+    """Draw for each image of a batch which unlabeled image it is mixed with, and how.
 
-    The draw depends on the step alone. A row of the global batch has the same partner
-    and share for any number of workers.
+    The draw depends on the step alone. An image of the global batch has the same
+    partner and share for any number of workers.
 
     Args:
         step: The number of the step, the seed of the draw.
@@ -134,8 +141,9 @@ def draw_mixtures(step: int, num_labeled: int, num_rows: int) -> tuple[Tensor, T
         num_rows: The number of all rows B of this worker.
 
     Returns:
-        The unlabeled row of the global batch that is mixed in, int64 (B,), counted from
-        its first unlabeled row; and the share of the row itself, float64 (B,), 0.5-1.
+        Two tensors. The first has the partner of each row: an index among the unlabeled
+        rows of the global batch, int64 (B,). The second has the weight of the row
+        itself in the mixture, float64 (B,), 0.5-1. The partner has the rest.
     """
     rank, world_size = distributed.rank_and_world()
     random = np.random.default_rng(step)
@@ -163,14 +171,15 @@ def mixed_targets(
     Args:
         labels: Classes of the labeled rows, int64 (B_l,).
         own: The novel head's probabilities of this worker's unlabeled rows, (B_u, C_u).
-        partner: The unlabeled row of the global batch that is mixed into each row,
-            int64 (B,).
-        share: The share of the row itself, (B,).
+        partner: The row that is mixed into each row, an index among the unlabeled rows
+            of the global batch, int64 (B,).
+        share: The weight of the row itself in the mixture, (B,), 0-1.
         num_known: The number of known classes.
 
     Returns:
-        Targets (B, C), and which rows count, bool (B,): labeled ones, and unlabeled
-        ones with a probability above 0.9.
+        Two tensors. The first has the targets (B, C). The second is a mask of the rows
+        that count in the loss, bool (B,): labeled rows, and unlabeled rows with a
+        probability above 0.9.
     """
     of_labeled = F.one_hot(labels, num_known + own.shape[1]).to(own.dtype)
     own_targets = torch.cat([of_labeled, F.pad(own, (num_known, 0))])

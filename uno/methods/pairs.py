@@ -52,15 +52,15 @@ class PairSimilarity(nn.Module):
         self.output = nn.Linear(num_hidden, 1)
 
     def forward(self, features: Tensor, others: Tensor) -> Tensor:
-        """Compute the logits of all pairs.
+        """Compute for each pair of rows the logit that both are of one class.
 
         The linear layer on two features side by side is computed as the sum of two
         layers. If there are many pairs, hidden values are computed again in the
         backward pass, to save memory.
 
         Args:
-            features: Features (N, D).
-            others: Features (M, D).
+            features: Features of the first row of each pair, (N, D).
+            others: Features of the second row of each pair, (M, D).
 
         Returns:
             Logits (N, M).
@@ -78,11 +78,11 @@ class PairSimilarity(nn.Module):
         return torch.cat([part_of(part, right) for part in parts])
 
     def _logits(self, left: Tensor, right: Tensor) -> Tensor:
-        """Compute the logits of pairs from both parts of the hidden layer.
+        """Compute the logits of pairs of rows from both parts of the hidden layer.
 
         Args:
-            left: The linear layer's output for the first features, (n, hidden).
-            right: The linear layer's output for the second features, (M, hidden).
+            left: The linear layer's output for the first rows of pairs, (n, hidden).
+            right: The linear layer's output for the second rows, (M, hidden).
 
         Returns:
             Logits (n, M). They are the output layer on the ReLU of the sum of both
@@ -101,13 +101,29 @@ class PairMethod(Method):
     def build_head(
         self, num_novel: int, num_features: int, is_frozen: bool
     ) -> NovelHead:
-        """Build the novel head, with a :class:`PairSimilarity` as auxiliary module."""
+        """Build the novel head, with a :class:`PairSimilarity` as auxiliary module.
+
+        Args:
+            num_novel: The number of novel classes.
+            num_features: The number of features.
+            is_frozen: Whether the encoder is frozen, which does not matter here.
+        """
         return NovelHead(num_novel, num_features, PairSimilarity(num_features))
 
     def loss(self, state: TrainState, batch: Batch, config: Config) -> Tensor:
-        """Compute the loss of labeled rows, pairs of labeled rows and unlabeled pairs.
+        """Compute the sum of three losses of a batch.
 
-        For the arguments see :meth:`uno.methods.Method.loss`.
+        They are the cross-entropy of labeled rows; the binary cross-entropy of the
+        similarity network on pairs of labeled rows; and :meth:`pair_loss` of pairs of
+        unlabeled rows.
+
+        Args:
+            state: The state of training, with the model.
+            batch: The views of this worker's rows, labeled rows first.
+            config: The configuration of the run.
+
+        Returns:
+            The loss, a scalar.
         """
         num_labeled, tau = len(batch.labels), config.objective.temperature
         known, novel, features = forward_two_views(state, batch)
@@ -168,14 +184,14 @@ def similarity_loss(
 
 @torch.no_grad()
 def similar_pairs(similarity: PairSimilarity, features: Tensor) -> Tensor:
-    """Return which pairs of unlabeled rows the similarity network calls similar.
+    """Return which pairs of unlabeled rows are of one class by the similarity network.
 
     Args:
         similarity: The similarity network.
         features: Features of this worker's unlabeled rows in both views, (2, B_u, D).
 
     Returns:
-        A mask, bool (B_u, M): view 0 of this worker's rows, and view 1 of the M rows of
-        all workers.
+        A mask, bool (B_u, M), for view 0 of this worker's rows and view 1 of the M
+        unlabeled rows of all workers.
     """
     return similarity(features[0], distributed.gather_rows(features[1], 0)) > 0

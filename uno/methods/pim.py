@@ -1,13 +1,14 @@
-"""PIM: parametric information maximization (Chiaroni et al., ICCV 2023).
+"""The discovery method PIM: parametric information maximization.
 
-The paper is "Parametric information maximization for generalized category discovery",
-and the code ThalesGroup/pim-generalized-category-discovery. A linear classifier without
-bias, s = softmax(25 W z), is trained on features z that are not trained. It starts from
-the centers of semi-supervised k-means. The loss is lambda times the mean entropy of s
-of unlabeled rows, minus the entropy of the mean of s over all rows, plus the
-cross-entropy of labeled rows. lambda decides how much classes may differ in size. The
-chosen lambda is the one under which the same objective without labels, from the centers
-of plain k-means, puts most labeled rows right (best matching).
+The paper is "Parametric information maximization for generalized category discovery"
+(Chiaroni et al., ICCV 2023), and the code
+ThalesGroup/pim-generalized-category-discovery. A linear classifier without bias, s =
+softmax(25 W z), is trained on features z that are not trained. It starts from the
+centers of semi-supervised k-means. The loss is lambda times the mean entropy of s of
+unlabeled rows, minus the entropy of the mean of s over all rows, plus the cross-entropy
+of labeled rows. lambda decides how much classes may differ in size. The chosen lambda
+is the one under which the same objective without labels, from the centers of plain
+k-means, puts most labeled rows right (best matching).
 
 Known constants, from the authors' code: 25; Adam with rate 0.001 and decay 0.01; all
 rows in each of 1,000 steps; lambda from 0.1 to 1 in steps of 0.05. As in that code,
@@ -80,7 +81,7 @@ class LinearClassifier(NamedTuple):
 
     Attributes:
         weights: A row for each class, (C_l + C_u, D), known classes first.
-        weight: lambda.
+        weight: The weight lambda of the entropy of unlabeled rows in the fit.
     """
 
     weights: Tensor
@@ -118,7 +119,7 @@ def fit_classifier(
     weight: float | None = None,
     steps: int = STEPS,
 ) -> LinearClassifier:
-    """LinearClassifier the classifier of PIM to features, on their device.
+    """Fit the linear classifier of PIM to features, on their device.
 
     Args:
         sample: Features of labeled and unlabeled rows.
@@ -126,8 +127,12 @@ def fit_classifier(
         setting: In "gcd" unlabeled rows may be of any class, otherwise of novel
             classes.
         seed: The seed of k-means.
-        weight: lambda. If it is None, it is chosen on labeled rows.
+        weight: The weight lambda of the entropy of unlabeled rows. If it is None, the
+            best of five values is chosen on labeled rows.
         steps: The number of steps of Adam, for each value of lambda.
+
+    Returns:
+        The weights of the classifier, and lambda.
     """
     labels, num_known = sample.labels, int(sample.labels.max()) + 1
     rows = unit(torch.cat([sample.labeled, sample.unlabeled])).float()
@@ -152,11 +157,14 @@ def fit_classifier(
 
 
 def matched_accuracy(logits: Tensor, labels: Tensor) -> float:
-    """Return the share of rows that are correct under the best matching, 0-1.
+    """Return the accuracy of outputs under their best one-to-one matching to classes.
 
     Args:
-        logits: Logits (N, C). The largest one decides the output.
-        labels: Classes int64 (N,), which are matched to outputs.
+        logits: Logits (N, C). The largest one decides the output of a row.
+        labels: Classes of the rows, int64 (N,).
+
+    Returns:
+        The share of rows that are correct, 0-1.
     """
     outputs = logits.argmax(dim=1).cpu()
     return float(
@@ -173,16 +181,17 @@ def minimize_objective(
     supervised: bool = True,
     num_masked: int = 0,
 ) -> Tensor:
-    """Minimize the objective of PIM by Adam on all rows.
+    """Fit the weights of a linear classifier to PIM's objective, by Adam on all rows.
 
     Args:
         weights: The initial weights, (C, D).
         rows: Unit features, (N, D), those of labeled rows first.
         labels: Classes of the labeled rows, int64 (N_l,).
-        weight: lambda.
+        weight: The weight lambda of the mean entropy of unlabeled rows.
         steps: The number of steps.
-        supervised: Whether the labels count.
-        num_masked: The number of known classes that unlabeled rows cannot belong to.
+        supervised: Whether the cross-entropy of labeled rows is part of the objective.
+        num_masked: If it is not 0, unlabeled rows belong to none of the first
+            ``num_masked`` classes.
 
     Returns:
         The final weights, (C, D).
@@ -209,7 +218,7 @@ def pim_objective(
     num_masked: int = 0,
     mean_of_ranks: Callable[[Tensor], Tensor] = mean_with_grad,
 ) -> Tensor:
-    """Compute the negative mutual information and the cross-entropy of labels.
+    """Compute the objective of PIM: negative mutual information, plus cross-entropy.
 
     The negative mutual information is lambda times the mean entropy of the class
     probabilities of unlabeled rows, minus the entropy of the mean probabilities of all
@@ -218,7 +227,7 @@ def pim_objective(
     Args:
         logits: Logits of V views, (V, B, C), with labeled rows first.
         labels: Classes of the labeled rows, int64 (B_l,).
-        weight: lambda.
+        weight: The weight lambda.
         supervised: Whether the cross-entropy of labeled rows is added.
         num_masked: If it is not 0, unlabeled rows belong to none of the first
             ``num_masked`` classes, and the cross-entropy of this is added.
@@ -250,13 +259,20 @@ class Pim(Method):
     trains = False
 
     def build_adapter(self, num_features: int) -> PaddingAdapter:
-        """Build an :class:`PaddingAdapter`."""
+        """Build the module that scales features to length one, and appends a zero.
+
+        The appended coordinate is where the prototypes hold the bias of a linear
+        classifier.
+
+        Args:
+            num_features: The number of features of the encoder.
+        """
         return PaddingAdapter(num_features)
 
     def initialize(
         self, config: Config, model: UnoModel, train: TrainData
     ) -> dict[str, Tensor]:
-        """LinearClassifier the classifier, and set all prototypes of the model to it.
+        """Fit the linear classifier of PIM, and set the model's prototypes to it.
 
         Args:
             config: The configuration of the run, with the method's constants.
@@ -264,7 +280,7 @@ class Pim(Method):
             train: The training data.
 
         Returns:
-            "weight", lambda, a scalar.
+            "weight", the weight lambda of the entropy of unlabeled rows, a scalar.
 
         Raises:
             ConfigError: There are fewer unlabeled rows than novel classes.
@@ -273,6 +289,7 @@ class Pim(Method):
         sample = Sample(*(t.to(device) for t in frozen_sample(config, model, train)))
 
         def compute() -> dict[str, Tensor]:
+            """Return the weights of the fitted classifier, and lambda."""
             classifier = fit_classifier(
                 sample,
                 train.num_novel,
@@ -289,10 +306,17 @@ class Pim(Method):
         return {"weight": start["weight"]}
 
     def loss(self, state: TrainState, batch: Batch, config: Config) -> Tensor:
-        """Compute :func:`pim_objective` on two views of one batch.
+        """Compute PIM's objective on two views of a batch, see :func:`pim_objective`.
 
-        It continues the fit by SGD, if discovery has epochs. For the arguments see
-        :meth:`uno.methods.Method.loss`.
+        Training continues the fit with it by SGD, if discovery has epochs.
+
+        Args:
+            state: The state of training, with the model and the weight lambda.
+            batch: The views of this worker's rows, labeled rows first.
+            config: The configuration of the run.
+
+        Returns:
+            The loss, a scalar.
         """
         known, novel, _ = forward_two_views(state, batch)
         logits = torch.cat([known, novel], dim=-1) / config.objective.temperature
@@ -303,13 +327,15 @@ class Pim(Method):
 
 
 def pad_to_one_length(weights: Tensor) -> Tensor:
-    """Extend rows by one coordinate so that all have length one.
+    """Turn the weights of a linear classifier into rows of length one.
 
-    Their products with (z, 0) are those of ``weights`` with z, divided by the length of
-    the longest row (Bachrach et al., RecSys 2014).
+    Each row is divided by the length of the longest row, and then gets one more
+    coordinate, so that its length is one (Bachrach et al., RecSys 2014). For a feature
+    z the products of (z, 0) with the new rows are those of z with ``weights``, divided
+    by that length. So the class of z stays the same.
 
     Args:
-        weights: Rows (C, D).
+        weights: A row for each class, (C, D).
 
     Returns:
         Unit rows (C, D + 1).

@@ -1,8 +1,8 @@
-"""Rotation: by how many quarter turns was an image turned? (Gidaris et al., ICLR 2018).
+"""The pretext task "rotation": predict by how many quarter turns an image is turned.
 
-The paper is "Unsupervised representation learning by predicting image rotations". The
-methods KCL to RS+ start from this task. Their papers then freeze most of the encoder,
-which learns here.
+The paper is "Unsupervised representation learning by predicting image rotations"
+(Gidaris et al., ICLR 2018). The methods KCL to RS+ start from this task. Their papers
+then freeze most of the encoder, which learns here.
 """
 
 import torch
@@ -37,10 +37,13 @@ def loss(state: TrainState, batch: Batch, config: Config) -> Tensor:
 
 
 def turn_views(batch: Batch) -> Batch:
-    """Return a batch of four views, where view k is turned by k * 90 degrees.
+    """Return a batch with four views of each image, where view k is turned by k * 90°.
 
     View k is made from the large view number k modulo the number of large views. Labels
     and row numbers stay.
+
+    Args:
+        batch: A batch of images with at least one large view, which is not changed.
     """
     views = [batch.views[k % batch.num_large] for k in range(NUM_TURNS)]
     views = [torch.rot90(view, k, (2, 3)).contiguous() for k, view in enumerate(views)]

@@ -1,4 +1,4 @@
-"""RS: rank statistics (Han et al., ICLR 2020; code AutoNovel).
+"""The discovery method RS: rank statistics (Han et al., ICLR 2020; code AutoNovel).
 
 The paper is "Automatically discovering and learning new visual categories with ranking
 statistics". Two unlabeled images are of one class if the same k features are their
@@ -75,7 +75,16 @@ class Rs(Method):
     constants_of_preset = SETTINGS
 
     def loss(self, state: TrainState, batch: Batch, config: Config) -> Tensor:
-        """Compute :func:`rank_loss`, see :meth:`uno.methods.Method.loss`."""
+        """Compute the loss of RS for a batch, see :func:`rank_loss`.
+
+        Args:
+            state: The state of training, with the model.
+            batch: The views of this worker's rows, labeled rows first.
+            config: The configuration of the run.
+
+        Returns:
+            The loss, a scalar.
+        """
         outputs = forward_two_views(state, batch)
         return rank_loss(state, batch.labels, config, *outputs)
 
@@ -88,7 +97,10 @@ def rank_loss(
     novel: Tensor,
     features: Tensor,
 ) -> Tensor:
-    """Compute the loss of RS, where similar pairs share their largest features.
+    """Compute the loss of RS, in which similar rows have the same largest features.
+
+    Two unlabeled rows are similar if the same k features are the largest of both. The
+    loss for these pairs is :func:`loss_of_pairs`.
 
     Args:
         state: The state of training, which has the progress of the phase.
@@ -99,7 +111,7 @@ def rank_loss(
         features: Features (2, B, D). Those of view 0 are ranked.
 
     Returns:
-        A scalar, see :func:`loss_of_pairs`.
+        A scalar.
     """
     ranked = features[0, len(labels) :].detach()
     top = min(config.method_options.top_k or num_top(ranked.shape[1]), ranked.shape[1])
@@ -115,10 +127,11 @@ def loss_of_pairs(
     novel: Tensor,
     similar: Tensor,
 ) -> Tensor:
-    """Compute the objective of pairs, which several methods share.
+    """Compute the loss of methods that learn from similar pairs of unlabeled rows.
 
     It is the cross-entropy of labeled rows, plus the binary cross-entropy of pairs of
-    unlabeled rows, plus the consistency of both heads with a rising weight.
+    unlabeled rows, plus the squared difference of both heads' outputs for two views
+    with a rising weight.
 
     Args:
         state: The state of training, which has the progress of the phase.
@@ -127,8 +140,8 @@ def loss_of_pairs(
             :class:`Consistency`.
         known: Cosines of the known head in two views, (2, B, C), labeled rows first.
         novel: Cosines of the novel head, (2, B, C_u).
-        similar: Which pairs are similar, bool (B_u, M): this worker's unlabeled rows
-            and those of all workers.
+        similar: Which pairs of this worker's B_u unlabeled rows and the M unlabeled
+            rows of all workers are similar, bool (B_u, M).
 
     Returns:
         A scalar.
@@ -146,7 +159,7 @@ def loss_of_pairs(
 
 
 def num_top(num_features: int) -> int:
-    """Return k, the number of largest features that are compared, for D features.
+    """Return the number of largest features that RS compares, for a number of features.
 
     It is the authors' share of the features, 5 of 512, but at least 1.
     """
@@ -154,7 +167,7 @@ def num_top(num_features: int) -> int:
 
 
 def rampup_factor(state: TrainState, config: Config) -> float:
-    """Return the factor by which a rising weight is multiplied at this step, 0-1.
+    """Return the factor of a loss weight that rises over the phase, 0-1.
 
     Args:
         state: The state of training, which has the progress of the phase, 0-1.
@@ -181,16 +194,16 @@ def have_same_top_features(features: Tensor, others: Tensor, top: int) -> Tensor
     """Return for which pairs of rows the same features are the largest, in any order.
 
     Args:
-        features: Features (N, D).
-        others: Features (M, D).
-        top: The number of largest features.
+        features: Features of the first row of each pair, (N, D).
+        others: Features of the second row of each pair, (M, D).
+        top: How many of the largest features are compared.
 
     Returns:
         A mask, bool (N, M).
     """
 
-    # (N, D) -> (N, D), 1 if the feature is among the largest of its row, otherwise 0
     def top_set(rows: Tensor) -> Tensor:
+        """Return (N, D), 1 at the largest features of each row and 0 elsewhere."""
         return torch.zeros_like(rows).scatter_(1, rows.topk(top, dim=1).indices, 1)
 
     return top_set(features) @ top_set(others).T > top - 0.5

@@ -1,8 +1,9 @@
-"""RS+: rank statistics with incremental learning (Han et al., ICLR 2020, Sec. 3.3).
+"""The discovery method RS+: rank statistics with incremental learning.
 
-The code is AutoNovel with ``--IL``. The known head grows by C_u outputs to a joint
-head, which classifies all C classes. The cluster of an unlabeled row under the cluster
-head of :mod:`uno.methods.rs` is the row's pseudo-label for the joint head.
+It is that of Han et al., ICLR 2020, Sec. 3.3. The code is AutoNovel with ``--IL``. The
+known head grows by C_u outputs to a joint head, which classifies all C classes. The
+cluster of an unlabeled row under the cluster head of :mod:`uno.methods.rs` is the row's
+pseudo-label for the joint head.
 
 Known constants, from the authors' code: the cross-entropy of pseudo-labels has the
 weight 0.05 times the ramp of the consistency; the consistency is 5 over 50 of 200
@@ -39,10 +40,16 @@ class RsPlus(Method):
     def build_head(
         self, num_novel: int, num_features: int, is_frozen: bool
     ) -> NovelHead:
-        """Build the novel part of the joint head, and the cluster head as auxiliary.
+        """Build the novel outputs of the joint head, and the cluster head as auxiliary.
 
-        Both have C_u prototypes. The joint head consists of the known prototypes and
-        the created ones, and the cluster head makes the pseudo-labels.
+        Both have C_u prototypes. The joint head, which classifies all classes, consists
+        of the known prototypes and the created ones. The cluster head makes the
+        pseudo-labels.
+
+        Args:
+            num_novel: The number of novel classes C_u.
+            num_features: The number of features.
+            is_frozen: Whether the encoder is frozen, which does not matter here.
         """
         cluster_head = Prototypes(1, num_novel, num_features)
         return NovelHead(num_novel, num_features, cluster_head)
@@ -53,7 +60,13 @@ class RsPlus(Method):
         The labeled rows train the joint head, and the pairs of unlabeled rows the
         cluster head. The weight of the pseudo-labels rises over the phase.
 
-        For the arguments see :meth:`uno.methods.Method.loss`.
+        Args:
+            state: The state of training, with the model.
+            batch: The views of this worker's rows, labeled rows first.
+            config: The configuration of the run.
+
+        Returns:
+            The loss, a scalar.
         """
         num_labeled, tau = len(batch.labels), config.objective.temperature
         known, novel, features = forward_two_views(state, batch)

@@ -1,4 +1,4 @@
-"""SimGCD (Wen et al., ICCV 2023; code CVMI-Lab/SimGCD).
+"""The discovery method SimGCD (Wen et al., ICCV 2023; code CVMI-Lab/SimGCD).
 
 The paper is "Parametric classification for generalized category discovery: a baseline
 study". There is one classifier of cosines over all C classes. Every row learns from the
@@ -95,17 +95,32 @@ class SimGcd(Method):
     def build_head(
         self, num_novel: int, num_features: int, is_frozen: bool
     ) -> NovelHead:
-        """Build the novel head, with the projection for contrast as auxiliary module.
+        """Build the novel head, with the projection MLP as auxiliary module.
 
-        A frozen encoder has no contrast, and so no projection.
+        The contrastive terms use the projection. With a frozen encoder there are none,
+        and so there is no projection.
+
+        Args:
+            num_novel: The number of novel classes.
+            num_features: The number of features.
+            is_frozen: Whether the encoder is frozen.
         """
         projection = None if is_frozen else build_projection(num_features)
         return NovelHead(num_novel, num_features, projection)
 
     def loss(self, state: TrainState, batch: Batch, config: Config) -> Tensor:
-        """Compute self-distillation, entropy, cross-entropy of labels and contrast.
+        """Compute the loss of SimGCD for a batch.
 
-        For the arguments see :meth:`uno.methods.Method.loss`.
+        It is the weighted sum of self-distillation, the entropy of the mean prediction,
+        the cross-entropy of labels, and contrastive terms without and with labels.
+
+        Args:
+            state: The state of training, with the model.
+            batch: The views of this worker's rows, labeled rows first.
+            config: The configuration of the run.
+
+        Returns:
+            The loss, a scalar.
         """
         constants: Constants = config.method_options
         labels, tau = batch.labels, config.objective.temperature
@@ -136,7 +151,7 @@ class SimGcd(Method):
     def initialize(
         self, config: Config, model: UnoModel, train: TrainData
     ) -> dict[str, Tensor]:
-        """Set the prototypes to class means and clusters, if the encoder is frozen.
+        """Set prototypes to means of classes and clusters, if the encoder is frozen.
 
         Args:
             config: The configuration of the run.
@@ -144,7 +159,7 @@ class SimGcd(Method):
             train: The training data.
 
         Returns:
-            No tensors.
+            An empty mapping: the method keeps no tensors.
 
         Raises:
             ConfigError: The encoder is frozen, and there are fewer unlabeled rows than
@@ -155,6 +170,7 @@ class SimGcd(Method):
         sample, num_novel = frozen_sample(config, model, train), train.num_novel
 
         def compute() -> dict[str, Tensor]:
+            """Return the means of known classes and the centers of novel clusters."""
             setting = config.data.setting
             return {"centers": cluster_centers(sample, num_novel, setting, config.seed)}
 
@@ -164,7 +180,11 @@ class SimGcd(Method):
 
 
 def build_projection(num_features: int) -> nn.Sequential:
-    """Build the projection for contrast: an MLP of three layers with GELU, (N, 256)."""
+    """Build the projection for the contrastive terms: an MLP of three layers with GELU.
+
+    Args:
+        num_features: The number of features that it maps to 256 outputs.
+    """
     widths = (num_features, HIDDEN, HIDDEN, PROJECTION)
     first, second, last = layers = [nn.Linear(*pair) for pair in pairwise(widths)]
     for layer in layers:
@@ -174,7 +194,7 @@ def build_projection(num_features: int) -> nn.Sequential:
 
 
 def target_temperature(progress: float, constants: Constants) -> float:
-    """Return the temperature of the targets.
+    """Return the softmax temperature of the targets of self-distillation.
 
     It changes linearly from ``first_temperature`` to ``last_temperature`` over the
     share ``rampup`` of the phase.
@@ -218,7 +238,9 @@ def distillation_loss(
 
 
 def compute_imbalance(logits: Tensor) -> Tensor:
-    """Return how far the mean prediction is from equal classes: log K - its entropy.
+    """Return log K minus the entropy of the mean prediction.
+
+    It says how far the mean prediction is from equally frequent classes.
 
     Args:
         logits: Logits of this worker's rows, (V, B, K). The mean of the softmax is over

@@ -1,4 +1,4 @@
-"""UNO itself (Fini et al., ICCV 2021), with the heads of :mod:`uno.model`.
+"""The method UNO itself (Fini et al., ICCV 2021), with the heads of :mod:`uno.model`.
 
 The loss is :func:`uno.objective.unified_objective`. If the objective asks for terms of
 later work, it is that of :mod:`uno.methods.extensions`.
@@ -23,7 +23,16 @@ class Uno(Method):
     has_projection_heads = True
 
     def loss(self, state: TrainState, batch: Batch, config: Config) -> Loss:
-        """Compute the unified objective, see :meth:`uno.methods.Method.loss`."""
+        """Compute UNO's unified objective of a batch, with extensions if switched on.
+
+        Args:
+            state: The state of training, with the model.
+            batch: The views of this worker's rows, labeled rows first.
+            config: The configuration of the run.
+
+        Returns:
+            The total loss, and the loss of each cluster head.
+        """
         if _has_extensions(config):
             return extensions.extended_objective(state, batch, config)
         return unified_objective(state, batch, config)
@@ -34,6 +43,11 @@ class Uno(Method):
         """Create an empty queue of projections for Sinkhorn, if the run has one.
 
         The size Q of the queue is ``objective.queue_size``.
+
+        Args:
+            config: The configuration of the run.
+            model: The network, which is not changed.
+            train: The training data, which are not used.
 
         Returns:
             "queue", zeros (V_large, H, Q, P), or (V_large, H, Q, 2P) with
@@ -47,16 +61,27 @@ class Uno(Method):
         return {"queue": torch.zeros(shape, device=model.known.weight.device)}
 
     def needs_teacher(self, config: Config) -> bool:
-        """Return whether rKD has a weight."""
+        """Return whether the loss needs the pretrained network: if rKD has a weight.
+
+        rKD distils the pretrained network's outputs for known classes.
+        """
         return config.objective.rkd_weight > 0
 
     def can_be_recorded(self, config: Config) -> bool:
-        """Return whether no extension is switched on."""
+        """Return whether a training step can be recorded as a CUDA graph.
+
+        It can if no extension of the objective is switched on.
+        """
         return not _has_extensions(config)
 
 
 def _has_extensions(config: Config) -> bool:
-    """Return whether the objective has terms or a queue of later work."""
+    """Return whether any addition to UNO is switched on.
+
+    These are the mutual-information terms of IIC (invariant information clustering),
+    relational knowledge distillation (rKD), and the queue of earlier projections for
+    Sinkhorn.
+    """
     return any(getattr(config.objective, name) for name in EXTENSIONS)
 
 

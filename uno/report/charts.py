@@ -1,4 +1,4 @@
-"""Line charts, heat maps and t-SNE maps as numbers; the templates draw them as SVG."""
+"""Compute line charts, confusion matrices and t-SNE maps, to be drawn as SVG."""
 
 import math
 from collections.abc import Sequence
@@ -42,7 +42,14 @@ class Series(NamedTuple):
 
 
 class Dot(NamedTuple):
-    """A mark in a line chart, with the text that a pointer shows."""
+    """A mark in a line chart.
+
+    Attributes:
+        x: Position on the x axis.
+        y: Position on the y axis.
+        kind: CSS class of its style.
+        text: The text that appears when a pointer is on the mark.
+    """
 
     x: float
     y: float
@@ -51,13 +58,13 @@ class Dot(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A curve in the coordinates of a drawing.
+    """A curve of a line chart in the coordinates of the drawing.
 
     Attributes:
         name: Name for the legend.
         kind: CSS class of its style.
-        path: SVG path.
-        last: The last value as text.
+        path: SVG path, in pixels.
+        last: The y value of the last point as text.
     """
 
     name: str
@@ -67,7 +74,18 @@ class Line(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """A line chart in pixels; ticks are pairs of position and label."""
+    """A line chart, with all positions in pixels.
+
+    Attributes:
+        title: Title of the chart.
+        x_label: Label of the x axis.
+        lines: The curves.
+        dots: Further marks.
+        x_ticks: Pairs of position and label on the x axis.
+        y_ticks: The same on the y axis.
+        width: Width in pixels.
+        height: Height in pixels.
+    """
 
     title: str
     x_label: str
@@ -90,7 +108,7 @@ def line_chart(
     x_ticks: Sequence[tuple[float, str]] | None = None,
     width: int = WIDTH,
 ) -> Chart | None:
-    """Draw the finite points of some series.
+    """Draw curves in a line chart. Points that are not finite are left out.
 
     Args:
         title: Title of the chart.
@@ -122,9 +140,11 @@ def line_chart(
     )
 
     def at_x(x: float) -> float:
+        """Return the pixel of an x value."""
         return round((x - x_low) / (x_high - x_low) * width, 1)
 
     def at_y(y: float) -> float:
+        """Return the pixel of a y value, counted from the top."""
         return round(HEIGHT - (y - y_low) / (y_high - y_low) * HEIGHT, 1)
 
     lines = []
@@ -155,7 +175,7 @@ def line_chart(
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Return about four round numbers in [low, high]."""
+    """Return about four round numbers between the ends of an axis, low < high."""
     raw = (high - low) / 4
     power = 10.0 ** math.floor(math.log10(raw))
     step = power * min((1, 2, 5, 10), key=lambda m: abs(m * power - raw))
@@ -183,7 +203,7 @@ class Cell:
 
 
 class Matrix(NamedTuple):
-    """A confusion matrix as a heat map.
+    """A confusion matrix of true classes and outputs of a model, as a heat map.
 
     Attributes:
         title: Title of the drawing.
@@ -207,12 +227,12 @@ class Matrix(NamedTuple):
 
     @property
     def has_numbers(self) -> bool:
-        """Whether cells are large enough for their counts."""
+        """Whether the cells of the heat map are large enough to show their counts."""
         return self.side >= MIN_NUMBER_SIDE
 
     @property
     def errors(self) -> list[Cell]:
-        """The ten largest cells that do not count as correct, largest first."""
+        """The ten most frequent confusions of a class with an output, largest first."""
         wrong = (cell for cell in self.cells if not cell.is_match)
         return sorted(wrong, key=lambda c: (-c.num_images, c.row, c.column))[:10]
 
@@ -228,14 +248,15 @@ def draw_matrix(
 
     Args:
         title: Title of the drawing.
-        counts: Counts (R, P) of true classes and outputs.
-        names: Names of the true classes, and of the outputs.
-        matching: Output (R,) that is matched with each true class, or -1.
-        num_known: Number of known classes, which come first in both.
+        counts: Numbers of images for each of R true classes and P outputs, (R, P).
+        names: Two lists: the names of the true classes, and those of the outputs.
+        matching: The output that is matched with each true class, int64 (R,); -1 if
+            there is none. Images with this output count as correct.
+        num_known: Number of known classes, which come first in both lists.
 
     Returns:
         The drawing, or None if all counts are 0 or there are more than ``MAX_MATRIX``
-        classes.
+        classes or outputs.
     """
     total = int(counts.sum())
     if not total or max(counts.shape) > MAX_MATRIX:
@@ -261,7 +282,15 @@ def draw_matrix(
 
 
 def choose_points(num_rows: int, seed: int) -> NDArray[np.int64]:
-    """Draw at most MAX_POINTS of ``num_rows`` positions, in ascending order."""
+    """Choose the rows of a sample that the t-SNE map shows, at random.
+
+    Args:
+        num_rows: Number of rows in the sample.
+        seed: Seed of the random choice.
+
+    Returns:
+        Indices int64 of at most ``MAX_POINTS`` rows, in ascending order.
+    """
     return np.sort(
         np.random.default_rng([seed, REPORT_MAP]).permutation(num_rows)[:MAX_POINTS]
     )
@@ -270,15 +299,16 @@ def choose_points(num_rows: int, seed: int) -> NDArray[np.int64]:
 def place_points(
     features: NDArray[np.float32], seed: int
 ) -> tuple[NDArray[np.int64], str] | None:
-    """Place features in the plane, by PCA and then t-SNE.
+    """Compute a two-dimensional map of features, by PCA and then t-SNE.
 
     Args:
         features: Features (P, D).
-        seed: Seed of both.
+        seed: Seed of PCA and t-SNE.
 
     Returns:
-        Coordinates (P, 2) from 0 to EXTENT, and a sentence that says how they were
-        computed. None for fewer than MIN_POINTS rows or rows that are all the same.
+        Coordinates of the rows, int64 (P, 2), from 0 to ``EXTENT``; and a sentence that
+        says how they were computed. None if there are fewer than ``MIN_POINTS`` rows,
+        fewer than two features, or all rows are the same.
     """
     from sklearn.decomposition import PCA
     from sklearn.manifold import TSNE
@@ -335,14 +365,17 @@ def group_points(
     colors: Sequence[int],
     xy: NDArray[np.int64],
 ) -> list[Group]:
-    """Group the points of a map by class, for each class that has a point.
+    """Group the points of a t-SNE map by class, to draw each class in its color.
 
     Args:
-        classes: Class of each point int64 (P,), or -1 if it is unknown.
+        classes: The class of each point, int64 (P,); -1 if it is unknown.
         names: Names of the classes, known ones first.
         num_known: Number of known classes.
-        colors: Number of the color of each class.
-        xy: Coordinates int64 (P, 2).
+        colors: For each class the number of its color in the style sheet.
+        xy: Coordinates of the points, int64 (P, 2).
+
+    Returns:
+        A group for each class that has a point, and one for points without a class.
     """
     groups = []
     for index in np.unique(classes).tolist():

@@ -19,18 +19,24 @@ UNEVEN = 3.0  # ratio of the largest to the smallest class, above which to warn
 ABSORBED = 0.1  # share of NCD's unlabeled images on known classes, above which to warn
 
 Warnings = Iterator[tuple[str, str]]
-"""Pairs of what was seen, and what it may mean or what to do. Class names are in quotes
-and not escaped.
+"""Pairs of two sentences: what was seen, and what it may mean or what to do.
+
+Class names are in quotes and not escaped.
 """
 
 
 def warnings(setting: str, facts: RunData, findings: SampleSummary | None) -> Warnings:
-    """Yield the warnings of all checks: about the classes, then about the run.
+    """Yield the warnings of all checks of a run, for its report.
 
     Args:
-        setting: ``"ncd"`` or ``"gcd"``.
-        facts: What the run directory records.
-        findings: What the predicted rows show, None if there are none.
+        setting: ``"ncd"`` if unlabeled images belong to novel classes only, ``"gcd"``
+            if they may belong to known classes, too.
+        facts: Metrics and history that the run directory records.
+        findings: Summary of the predicted rows; None if nothing was predicted.
+
+    Yields:
+        Pairs of two sentences: what was seen, and what it may mean or what to do. Those
+        about predictions come first.
     """
     if findings is not None and findings.num_unlabeled:
         if len(findings.clusters) > 1:
@@ -48,7 +54,14 @@ def warnings(setting: str, facts: RunData, findings: SampleSummary | None) -> Wa
 
 
 def _class_sizes(clusters: Sequence[Cluster]) -> Warnings:
-    """Warn of discovered classes that are empty or very unequal."""
+    """Warn if discovered classes are almost empty or very unequal in size.
+
+    Args:
+        clusters: The discovered classes, at least one.
+
+    Yields:
+        Pairs of two sentences: what was seen, and what to do.
+    """
     equal_share = sum(cluster.count for cluster in clusters) / len(clusters)
     used = [c for c in clusters if c.count > UNUSED * max(equal_share, 1)]
     unused = [f"“{c.name}”" for c in clusters if c not in used]
@@ -72,10 +85,17 @@ def _class_sizes(clusters: Sequence[Cluster]) -> Warnings:
 
 
 def _no_better_than_clustering(facts: RunData) -> Warnings:
-    """Warn if a plain clustering of the same images is at least as accurate.
+    """Warn if a plain clustering of the same images is at least as accurate as the run.
 
-    In GCD the accuracy on all unlabeled images is compared, in NCD the task-aware
-    accuracy on training images of novel classes.
+    In the GCD setting the accuracy on all unlabeled images is compared, in the NCD
+    setting the task-aware accuracy on training images of novel classes.
+
+    Args:
+        facts: Metrics that the run directory records. Without both accuracies there is
+            no warning.
+
+    Yields:
+        At most one pair of sentences: what was seen, and what it means.
     """
     table, group, images = ACCURACY, "novel", "novel"
     key = "train/novel/task_aware/acc/avg"
@@ -98,7 +118,14 @@ def _no_better_than_clustering(facts: RunData) -> Warnings:
 
 
 def _unfinished_phases(facts: RunData) -> Warnings:
-    """Warn of phases that stopped early, and of training steps that were skipped."""
+    """Warn of training phases that stopped early, and of skipped training steps.
+
+    Args:
+        facts: The training history that the run directory records.
+
+    Yields:
+        Pairs of two sentences: what was seen, and what to do.
+    """
     for phase in PHASES:
         last = (facts.entries(phase) or [{}])[-1]
         step, total = last.get("step", 0), last.get("total_steps", 0)

@@ -1,4 +1,4 @@
-"""What the directory of a run records: metrics, environment, and training history."""
+"""Read metrics, environment and training history from the directory of a run."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -46,16 +46,23 @@ class RunData:
     unreadable: tuple[str, ...] = ()
 
     def entries(self, phase: str) -> list[dict[str, Any]]:
-        """Return the lines of the journal that belong to a phase."""
+        """Return the lines of ``metrics.jsonl`` that belong to a training phase.
+
+        Args:
+            phase: "pretext", "pretrain" or "discover".
+
+        Returns:
+            Lines in order, each with values by name, such as "step" and "loss".
+        """
         return [entry for entry in self.journal if entry.get("phase") == phase]
 
     @property
     def has_trained(self) -> bool:
-        """Whether any phase took a training step."""
+        """Whether the run took a training step, in any phase."""
         return any(entry.get("step", 0) for entry in self.journal)
 
     def head_losses(self) -> list[list[float]]:
-        """Return the cluster loss of each head, for each epoch of discovery."""
+        """Return the cluster loss of each head: a list of losses for each epoch."""
         losses = [entry.get("head_losses") for entry in self.entries("discover")]
         rows = [
             row for row in losses if isinstance(row, list) and all(map(is_number, row))
@@ -64,16 +71,25 @@ class RunData:
 
 
 def read_facts(storage: Storage, metrics: Mapping[str, float] | None = None) -> RunData:
-    """Read the files of a run directory; missing and damaged files count as empty.
+    """Read the files of a run directory that its report shows.
+
+    Missing files count as empty. So do damaged files, but their names are recorded.
 
     Args:
-        storage: The directory.
-        metrics: Metrics to use instead of the stored ones.
+        storage: The run directory.
+        metrics: Metrics to use instead of those in the directory; None for those.
+
+    Returns:
+        The content of the files: metrics, environment, training history and others.
     """
     unreadable: list[str] = []
 
     def read(name: str, empty: Any) -> Any:
-        """Read a file: a list of lines, a mapping or text, as ``empty`` is."""
+        """Read a file of the run directory, or return ``empty`` if it is damaged.
+
+        The type of ``empty`` says what the file holds: a list of JSON lines, a JSON
+        mapping, or text.
+        """
         content: Any = None
         with suppress(StorageError, ValueError):
             if isinstance(empty, list):
@@ -111,7 +127,11 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 
 def curves(facts: RunData) -> list[Chart]:
-    """Draw loss and learning rate of each phase, and the loss of each head."""
+    """Draw charts of the training history of a run.
+
+    They are the loss and the learning rate of each phase over steps, and the loss of
+    each cluster head over epochs. Charts without a point are left out.
+    """
     charts = []
     for phase, title in runs.PHASES.items():
         for key, name in (("loss", "loss"), ("lr", "learning rate")):
@@ -130,7 +150,12 @@ def curves(facts: RunData) -> list[Chart]:
 
 
 def estimate_chart(facts: RunData) -> Chart | None:
-    """Draw the curves of ``uno estimate-classes`` over k, if the run has them."""
+    """Draw how well each number k of novel classes fits, by ``uno estimate-classes``.
+
+    Returns:
+        A chart of several scores over k, such as the accuracy of k clusters on known
+        classes; None if the run has no estimate of the number of classes.
+    """
     ks, stored = facts.estimate.get("ks"), facts.estimate.get("curves")
     if not isinstance(ks, list) or not isinstance(stored, dict):
         return None
@@ -144,7 +169,13 @@ def estimate_chart(facts: RunData) -> Chart | None:
 
 
 def _series(name: str, xs: Sequence[Any], ys: Sequence[Any]) -> Series:
-    """Return a curve of the points whose coordinates are finite numbers."""
+    """Return a curve, without the points that have no finite x or y.
+
+    Args:
+        name: Name for the legend.
+        xs: The x values, read from JSON, of any type.
+        ys: The y values, likewise.
+    """
     points = [
         (x, y) for x, y in zip(xs, ys, strict=False) if is_number(x) and is_number(y)
     ]
@@ -152,12 +183,13 @@ def _series(name: str, xs: Sequence[Any], ys: Sequence[Any]) -> Series:
 
 
 def times(facts: RunData) -> list[tuple[str, str]]:
-    """Return how long the training steps of each phase took.
+    """Describe how long the training steps of each phase took.
 
     A phase that took no steps has no lines of metrics, and is left out.
 
     Returns:
-        Pairs such as ``("Discovery time", "12 min for 3,300 steps, 100 epochs")``.
+        Pairs of a title and a text for the report, such as ``("Discovery time", "12 min
+        for 3,300 steps, 100 epochs")``.
     """
     lines = []
     for phase, title in runs.PHASES.items():

@@ -1,4 +1,4 @@
-"""Summaries of the discovered classes: sizes, certainty and similarity."""
+"""Summarize predictions by discovered class: size, confidence and similar classes."""
 
 import math
 from collections.abc import Callable
@@ -20,17 +20,20 @@ NUM_NEAREST = 3  # most similar classes that are kept for each class
 
 @dataclass(frozen=True, eq=False)
 class Cluster:
-    """A discovered class, by its unlabeled training rows in a sample.
+    """A discovered class, summarized by the sampled unlabeled training rows in it.
 
     Attributes:
-        output: Its output.
-        name: Its name.
+        output: The index of the class among the model's outputs, known classes first.
+        name: The name of the class.
         count: Number of rows.
-        confidence: Median probability of the rows' class, 0 to 1.
-        agreement: Mean share of the heads that assign a row to this class, 0 to 1.
-        majority: The most frequent true class and its share, or None without truth.
-        like_known: The most similar known classes as (output, similarity).
-        like_novel: The most similar discovered classes, alike.
+        confidence: Median probability that the model gives this class on the rows, 0 to
+            1.
+        agreement: Mean share of the cluster heads that assign a row to this class, 0 to
+            1.
+        majority: The most frequent true class of the rows and its share; None if no row
+            has a true class.
+        like_known: The most similar known classes, as pairs of output and cosine.
+        like_novel: The most similar other discovered classes, as such pairs.
     """
 
     output: int
@@ -45,16 +48,19 @@ class Cluster:
 
 @dataclass(frozen=True, eq=False)
 class SampleSummary:
-    """A summary of a sample of M rows. Numbers over no row are NaN.
+    """A summary of a model's predictions for a sample of M rows.
+
+    Means, medians and shares are over the unlabeled training rows, and NaN if there are
+    none.
 
     Attributes:
-        truth: True class (M,) as an index into the known and then the novel classes,
-            or -1.
-        unlabeled: Mask (M,) of the unlabeled training rows, which the numbers below
-            are over.
-        agreement: Share (M,) of the heads that assign a row to its output.
-        head_agreement: For each head the mean share (H,) of the other heads that
-            assign a row to the same output, NaN for a single head.
+        truth: True class (M,) as an index into the known and then the novel classes, or
+            -1.
+        unlabeled: Mask (M,) of the unlabeled training rows.
+        agreement: For each row the share of the cluster heads that assign it to the
+            class of the best head, (M,).
+        head_agreement: For each head the mean share (H,) of the other heads that assign
+            a row to the same output, NaN for a single head.
         clusters: The discovered classes that are neither merged nor dropped.
         num_unlabeled: Number of unlabeled training rows.
         mean_agreement: Mean of ``agreement``.
@@ -76,7 +82,15 @@ class SampleSummary:
 
 
 def summarize(task: Task, sample: Sample) -> SampleSummary:
-    """Summarize a sample: class sizes, confidence, agreement of heads, similarity."""
+    """Summarize a model's predictions for sampled rows, as a whole and by class.
+
+    The summary has the sizes of the discovered classes, the confidence of the model,
+    the agreement of its cluster heads, and the similarity of classes.
+
+    Args:
+        task: The rows of the run, with labels and true classes.
+        sample: The sampled rows, with the predictions of all heads.
+    """
     rows, output, num_known = sample.index, sample.output, task.num_known
     unlabeled = task.is_train[rows] & (task.labels[rows] < 0)
     truth = task.eval_labels[rows]
@@ -122,7 +136,16 @@ def summarize(task: Task, sample: Sample) -> SampleSummary:
 
 
 def _majority(truth: NDArray[np.int64], names: list[str]) -> tuple[str, float] | None:
-    """Return the most frequent true class and its share of the rows with a truth."""
+    """Return the most frequent true class of some rows, and its share.
+
+    Args:
+        truth: True classes of the rows, int64 (n,), or -1 for rows without.
+        names: Names of the classes.
+
+    Returns:
+        The name, and its share of the rows that have a true class, 0 to 1; None if no
+        row has one.
+    """
     counts = np.bincount(truth[truth >= 0], minlength=1)
     if not counts.any():
         return None
@@ -130,7 +153,12 @@ def _majority(truth: NDArray[np.int64], names: list[str]) -> tuple[str, float] |
 
 
 def _statistic(statistic: Callable[..., Any], values: NDArray[Any]) -> float:
-    """Return a statistic of the values, or NaN if there are none."""
+    """Return a statistic of values, or NaN if there are no values.
+
+    Args:
+        statistic: A function of an array, such as ``np.mean``.
+        values: The values.
+    """
     return float(statistic(values)) if values.size else math.nan
 
 
@@ -159,14 +187,15 @@ def class_similarity(features: Tensor, classes: Tensor, num_classes: int) -> Ten
 def nearest(
     similarity: NDArray[np.float32], first_output: int = 0
 ) -> list[tuple[int, float]]:
-    """Return the most similar outputs.
+    """Return the classes that are most similar to a class.
 
     Args:
-        similarity: Similarities (C',) of consecutive outputs.
-        first_output: The output of the first similarity.
+        similarity: The similarity of each of some consecutive classes; minus infinity
+            for a class to leave out.
+        first_output: The index of the first of these classes among the model's outputs.
 
     Returns:
-        At most ``NUM_NEAREST`` pairs of output and similarity, the most similar first.
+        At most ``NUM_NEAREST`` pairs of index and similarity, the most similar first.
     """
     order = np.argsort(-similarity, kind="stable")[:NUM_NEAREST]
     return [
@@ -177,15 +206,20 @@ def nearest(
 
 
 def suggestions(sample: Sample, findings: SampleSummary) -> dict[int, Suggestion]:
-    """Return for each discovered class what helps to name it.
+    """Collect for each discovered class what helps a person to name it.
+
+    Args:
+        sample: The sampled rows, with the names of all outputs.
+        findings: The summary of these rows by class.
 
     Returns:
-        By output: the number of sampled unlabeled rows in the class, the number of all
-        sampled unlabeled rows, and the names of the most similar known and discovered
-        classes.
+        By the index of the class among the model's outputs: the number of sampled
+        unlabeled rows in the class, the number of all sampled unlabeled rows, and the
+        names of the most similar known and discovered classes with their similarity.
     """
 
     def named(pairs: list[tuple[int, float]]) -> tuple[tuple[str, float], ...]:
+        """Replace the outputs in pairs of output and similarity by their names."""
         return tuple((sample.names[output], value) for output, value in pairs)
 
     return {

@@ -1,4 +1,4 @@
-"""The frame, style and number formats that all HTML pages share.
+"""Render HTML pages from templates, with the style and number formats they share.
 
 Names of classes and files come from strangers. Everything is escaped, so that no name
 can become markup or a script.
@@ -25,13 +25,14 @@ def render(
     package: str = "uno.report",
     script: str = "",
 ) -> str:
-    """Render a page that forbids every request and every script but its own.
+    """Render an HTML page that forbids every request and every script but its own.
 
     Args:
-        template: Name of the template.
-        context: Values for the template, which are escaped.
-        package: Package with further templates.
-        script: Name of the script file, or an empty string.
+        template: File name of the template.
+        context: Values for the template by name, which are escaped.
+        package: Package with further templates, besides those of ``uno.report``.
+        script: File name of the page's JavaScript in the templates of ``uno.report``;
+            an empty string for none.
 
     Returns:
         The page as text that can be encoded as UTF-8.
@@ -58,6 +59,14 @@ def render(
 
 @cache
 def _environment(package: str) -> Environment:
+    """Return the Jinja environment that renders pages.
+
+    It escapes all values, fails on undefined names, and has the formats of this module
+    as filters. The environment of a package is made once.
+
+    Args:
+        package: Package with further templates, besides those of ``uno.report``.
+    """
     environment = Environment(
         loader=ChoiceLoader([PackageLoader("uno.report"), PackageLoader(package)]),
         autoescape=True,
@@ -76,17 +85,20 @@ def _environment(package: str) -> Environment:
 
 
 def count(number: float) -> str:
-    """Format a number, rounded to a whole one, as ``12,345``."""
+    """Format a number as text, rounded to a whole one: ``12,345``."""
     return f"{number:,.0f}"
 
 
 def percent(fraction: float | None) -> str:
-    """Format a fraction as percent with one decimal; None and NaN are a dash."""
+    """Format a fraction in percent with one decimal: 0.123 becomes ``12.3``.
+
+    None and NaN become a dash.
+    """
     return "–" if fraction is None or fraction != fraction else f"{100 * fraction:.1f}"  # noqa: RUF001
 
 
 def duration(seconds: float) -> str:
-    """Format seconds as ``48 s``, ``12 min`` or ``3 h 05 min``."""
+    """Format a number of seconds as ``48 s``, ``12 min`` or ``3 h 05 min``."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

@@ -1,4 +1,4 @@
-"""Pictures of images as data URIs: galleries of classes, and one sheet for the map."""
+"""Draw thumbnails of images as data URIs, singly or many in one picture."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -27,12 +27,12 @@ MAX_TEXT = 300  # characters of a row that is shown as text
 
 
 class Tile(NamedTuple):
-    """A picture of a class.
+    """A thumbnail in the gallery of a class.
 
     Attributes:
-        row: Position in the sample.
-        uri: The picture as a data URI, or an empty string for rows without pictures.
-        text: The caption of the picture; for rows without pictures their text or
+        row: Index of the row in the sample of rows that the report shows.
+        uri: The thumbnail as a data URI, or an empty string for rows without pictures.
+        text: The caption of the thumbnail; for rows without pictures their text or
             identifier.
     """
 
@@ -64,15 +64,15 @@ class Album:
 
     Args:
         rows: The rows of the run.
-        index: Row numbers (M,) of the sample.
-        confidence: Probabilities (M,) of the rows' classes.
-        groups: Positions in the sample of the members of each class.
+        index: Row numbers (M,) of the sample of rows that the report shows.
+        confidence: Probability of the predicted class of each row in the sample, (M,).
+        groups: For each class the indices of its members in the sample.
         value_range: As in :class:`uno.data.decode.Decoding`.
 
     Attributes:
         has_pictures: Whether rows have pictures. Other rows are shown as text.
-        side: Side of a tile in pixels.
-        max_tiles: Largest number of tiles of a class.
+        side: Side of a thumbnail in pixels.
+        max_tiles: Largest number of thumbnails of a class.
         is_whole: Whether all members are drawn.
     """
 
@@ -108,13 +108,14 @@ class Album:
         self.is_whole = max(sizes, default=0) <= self.max_tiles
 
     def gallery(self, members: NDArray[np.int64]) -> list[Tile]:
-        """Return the tiles of a class by falling confidence.
+        """Draw the members of a class as thumbnails, the most confident first.
 
         Args:
-            members: Positions of the members in the sample.
+            members: Indices of the members in the sample.
 
         Returns:
-            Tiles of all members, or of ``max_tiles`` of them, evenly spaced.
+            Thumbnails of all members, or of ``max_tiles`` of them that are evenly
+            spaced in the order of confidence.
         """
         ranked = self._ranked(members)
         if len(ranked) > self.max_tiles:
@@ -123,10 +124,13 @@ class Album:
         return self._tiles(ranked)
 
     def preview(self, members: NDArray[np.int64]) -> Preview:
-        """Show a few of the most confident members of a class in a table.
+        """Draw a few of the most confident members of a class, for a table of classes.
 
         Args:
-            members: Positions of the members in the sample.
+            members: Indices of the members in the sample.
+
+        Returns:
+            One picture with the members side by side; texts for rows without pictures.
         """
         ranked = self._ranked(members)[:NUM_PREVIEWED]
         if not self.has_pictures:
@@ -137,12 +141,16 @@ class Album:
         return Preview(encode(pixels, len(ranked), 80), len(ranked), [])
 
     def sheet(self, positions: NDArray[np.int64]) -> tuple[str, int]:
-        """Draw all ``positions`` on one sheet of about :data:`SHEET_BYTES`.
+        """Draw thumbnails of many rows in one picture, for the t-SNE map.
 
-        The pictures are squares in rows of :data:`SHEET_COLUMNS`, in the given order.
+        The thumbnails are squares in lines of :data:`SHEET_COLUMNS`, in the given
+        order. The picture has about :data:`SHEET_BYTES`.
+
+        Args:
+            positions: Indices of the rows in the sample, int64 (n,).
 
         Returns:
-            The sheet as a data URI and the side of one picture in pixels, or
+            The picture as a data URI, and the side of one thumbnail in pixels; or
             ``("", 0)`` for rows without pictures.
         """
         if not self.has_pictures:
@@ -156,17 +164,37 @@ class Album:
         return uri, side
 
     def _ranked(self, members: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Sort positions by confidence, the most confident first."""
+        """Return rows in the order of their class's probability, the highest first.
+
+        Args:
+            members: Indices of the rows in the sample, int64 (n,).
+        """
         return members[np.argsort(-self._confidence[members], kind="stable")]
 
     def _pixels(self, positions: NDArray[np.int64], side: int) -> NDArray[np.uint8]:
-        """Decode images as squares, uint8 (n, 3, side, side)."""
+        """Decode the images of rows to squares.
+
+        Args:
+            positions: Indices of the rows in the sample, int64 (n,).
+            side: Side of the squares in pixels.
+
+        Returns:
+            uint8 (n, 3, side, side).
+        """
         assert self._images is not None
         images = self._images.take(positions)
         return decode_many(images, side, how=self._decoding)[0].numpy()
 
     def _tiles(self, positions: NDArray[np.int64]) -> list[Tile]:
-        """Draw the tile of each position, or only its text without pictures."""
+        """Draw a thumbnail of each row.
+
+        Args:
+            positions: Indices of the rows in the sample, int64 (n,).
+
+        Returns:
+            A thumbnail with its caption for each row. Rows without pictures have a text
+            alone.
+        """
         if not self.has_pictures:
             return [
                 Tile(i, "", (self._captions[i] or self._ids[i])[:MAX_TEXT])
@@ -188,7 +216,10 @@ class Album:
 
 
 def _shorter_side(image: Image) -> int:
-    """Return the shorter side of an image in pixels."""
+    """Return the shorter side of an encoded image in pixels.
+
+    If the image cannot be read it is the side of the largest thumbnails.
+    """
     try:
         return min(read_header(image)[1:3])
     except BadImage:  # the file is gone since the run
@@ -196,10 +227,17 @@ def _shorter_side(image: Image) -> int:
 
 
 def _largest_share(sizes: Sequence[int], total: int) -> int:
-    """Return the largest number of tiles of one group.
+    """Return the largest number of thumbnails that each of several classes may have.
 
-    All groups share ``total`` tiles. Tiles that small groups do not need go to the
-    larger ones. ``sizes`` are the numbers of members of the groups.
+    All classes together may have ``total``. Thumbnails that small classes do not need
+    go to the larger ones.
+
+    Args:
+        sizes: The number of members of each class.
+        total: The number of thumbnails of all classes together.
+
+    Returns:
+        A limit for every class, at least 1; the largest size if all members fit.
     """
     left, groups = total, sorted(sizes)
     for i, size in enumerate(groups):

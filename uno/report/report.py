@@ -1,4 +1,4 @@
-"""The HTML report of a run. Its parts are gathered here; a template renders them."""
+"""Write the HTML report of a run: gather its parts, and render them by a template."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -53,14 +53,14 @@ def write_report(
 
     Args:
         config: The configuration of the run.
-        storage: Its directory.
-        task: Its rows, or None if the data is gone or has changed.
-        device: Where images are classified.
+        storage: The run directory.
+        task: The rows of the run, or None if the data is gone or has changed.
+        device: The device on which images are classified.
         note: A sentence for the top of the report, such as why there is no ``task``.
-        model: The model of the run, by default the one in its directory.
-        metrics: The metrics of the run, by default those in its directory.
-        make_decoder: Returns the function that decodes rows for a model. By default
-            this process decodes them.
+        model: The model of the run; None for the one in its directory.
+        metrics: The metrics of the run; None for those in its directory.
+        make_decoder: Takes the model, and returns the function that decodes rows for
+            it. By default this process decodes them.
 
     Returns:
         The path or URI of the report.
@@ -120,11 +120,11 @@ def open_task(config: Config, storage: Storage) -> tuple[Task | None, str]:
     """Open the rows of a finished run for its report.
 
     Args:
-        config: The configuration of the run.
-        storage: Its directory.
+        config: The configuration of the run, which names the data.
+        storage: The run directory.
 
     Returns:
-        The rows and an empty string, or None and a sentence that says why the data
+        The rows and an empty string; or None and a sentence that says why the data
         cannot be shown: it is gone, or it has changed since the run.
     """
     recorded = facts.read_facts(storage).environment.get("data_fingerprint")
@@ -149,9 +149,16 @@ def open_task(config: Config, storage: Storage) -> tuple[Task | None, str]:
 def _predicted_parts(
     task: Task, sample: Sample, findings: SampleSummary, config: Config
 ) -> dict[str, Any]:
-    """Return the parts of the page that show predictions.
+    """Return the values of the report's template that show predictions, by name.
 
-    ``data`` among them is what the script of the page reads.
+    They are, among others, a card with pictures for each class, the confusion matrix
+    and the t-SNE map. ``data`` is read by the JavaScript of the page.
+
+    Args:
+        task: The rows of the run.
+        sample: The sampled rows, with their predictions.
+        findings: The summary of the sampled rows by class.
+        config: The configuration of the run.
     """
     truth = findings.truth
     true_names = [*task.known, *task.novel]
@@ -166,7 +173,16 @@ def _predicted_parts(
     )
 
     def card(output: int, cluster: Cluster | None = None) -> dict[str, Any]:
-        """Return the card of a class: its pictures, and those of other classes."""
+        """Return what the report shows of a class: name, size and pictures.
+
+        Args:
+            output: The index of the class among the model's outputs, or ``REJECTED``.
+            cluster: The summary of a discovered class; None for other classes.
+
+        Returns:
+            Values by name. ``off`` has the members of another true class than the
+            class, or than the majority of a discovered class.
+        """
         rows, expected = members[output], output
         if cluster is not None:
             majority = cluster.majority
@@ -206,7 +222,14 @@ def _predicted_parts(
 
 
 def _editable_classes(sample: Sample) -> dict[str, Any] | None:
-    """Return what the page needs to edit classes; None for an unfinished run."""
+    """Return the output classes for the editor in the page, where a user renames them.
+
+    Returns:
+        ``model``, the hash of the model; and ``entries``, for each class its index,
+        name, displayed name, kind ("known" or "novel"), and the class that it is merged
+        into (itself if it is not merged, None if it is dropped). None if the run is not
+        finished.
+    """
     if not sample.model_hash:
         return None
     entries = [
@@ -218,10 +241,21 @@ def _editable_classes(sample: Sample) -> dict[str, Any] | None:
 def _members(
     task: Task, sample: Sample, findings: SampleSummary, clusters: list[Cluster]
 ) -> dict[int, NDArray[np.int64]]:
-    """Return the positions in the sample of the images that each class shows.
+    """Return the sampled rows that the report shows in each class.
 
-    Novel classes and :data:`REJECTED` have unlabeled training images, known classes
-    have all images without a label that are assigned to them.
+    A discovered class has the unlabeled training rows that are assigned to it. A known
+    class has all rows without a label, test rows included, that are assigned to it.
+
+    Args:
+        task: The rows of the run.
+        sample: The sampled rows, with their predictions.
+        findings: The summary of the sampled rows.
+        clusters: The discovered classes.
+
+    Returns:
+        Indices in the sample, int64 (n,), by the index of the class among the model's
+        outputs. The unlabeled training rows of classes that the user dropped are
+        together under :data:`REJECTED`, if there are any.
     """
     output = sample.output
     masks = {c.output: findings.unlabeled & (output == c.output) for c in clusters}
@@ -244,8 +278,9 @@ def _confusion_matrix(
 
     Args:
         task: The rows of the run.
-        sample: The rows that were predicted.
-        truth: Their true classes int64 (M,), known ones first, or -1.
+        sample: The sampled rows, with their predictions.
+        truth: The true class of each sampled row, int64 (M,), an index into the known
+            and then the novel classes; -1 if it is not known.
 
     Returns:
         A drawing of the training rows that have a true class, or of the test rows if no
@@ -279,12 +314,22 @@ def _map(
     album: Album,
     seed: int,
 ) -> dict[str, Any] | None:
-    """Draw the t-SNE map of the features of a few rows.
+    """Draw the t-SNE map of the features of some of the sampled rows.
+
+    Args:
+        task: The rows of the run.
+        sample: The sampled rows, with their features and predictions.
+        all_truth: The true class of each sampled row, int64 (M,), an index into the
+            known and then the novel classes; -1 if it is not known.
+        album: Draws the images of the rows.
+        seed: Seed of the choice of rows and of t-SNE.
 
     Returns:
-        ``caption``; ``layers``, the groups of points for each coloring; and ``points``,
-        what the script of the page reads. None where there are too few rows or all
-        features are the same.
+        Three values. ``caption`` says how the map was computed. ``layers`` has the
+        points grouped by true class ("true", if any is known) and by predicted class
+        ("predicted"). ``points`` has coordinates, classes and pictures for the
+        JavaScript of the page. None if there are too few rows or all features are the
+        same.
     """
     chosen = charts.choose_points(len(sample.index), seed)
     placed = charts.place_points(sample.features[chosen], seed)
@@ -300,7 +345,13 @@ def _map(
     def layer(
         classes: NDArray[np.int64], names: list[str], novel_colors: list[int]
     ) -> list[charts.Group]:
-        """Group the points by class, and color the classes."""
+        """Group the points of the map by class.
+
+        Args:
+            classes: The class of each point, int64 (P,); -1 if it is not known.
+            names: Names of the classes, known ones first.
+            novel_colors: For each novel class a number that decides its color.
+        """
         colors = known_colors + [color % charts.COLORS for color in novel_colors]
         return charts.group_points(classes, names, num_known, colors, xy)
 

@@ -1,4 +1,4 @@
-"""Predictions for a sample of the rows of a run, which its report shows."""
+"""Predict a sample of the rows of a run, for its report."""
 
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,15 +34,16 @@ Floats = NDArray[np.float32]
 class Sample:
     """M rows of a run with the predictions of its model.
 
-    Clusters of all heads are numbered as the clusters of the best head that correspond
-    to them. An output is a known class or a cluster of a head.
+    An output of the model is a known class or a cluster, and is named by its index,
+    known classes first. The clusters of all heads are numbered as the corresponding
+    clusters of the best head.
 
     Attributes:
-        index: Numbers (M,) of the rows.
-        features: Outputs (M, D) of the encoder.
-        votes: The output (M, H) that each head assigns, as in predictions.
-        confidence: Probability (M,) of the best head's output.
-        best_head: The head with the lowest training loss.
+        index: Row numbers (M,) in the data of the run.
+        features: Features of the encoder (M, D).
+        votes: The output that each of H cluster heads assigns to each row, (M, H).
+        confidence: Probability of the best head's output, (M,).
+        best_head: Index of the head with the lowest training loss.
         classes: All outputs of the model, known ones first.
         model_hash: Hash of the model, or an empty string while the run is unfinished.
         num_rows: Number of rows from which the sample was drawn.
@@ -61,26 +62,30 @@ class Sample:
 
     @property
     def names(self) -> list[str]:
-        """The name of each output that predictions use.
+        """The name of each output class of the model, as predictions show it.
 
-        A discovered class is ``novel-1`` or what the user called it. Dropped classes
-        share the name ``rejected``.
+        A discovered class is ``novel-1`` or as the user named it. Classes that the user
+        dropped share the name ``rejected``.
         """
         return [name for name, _ in prediction_labels(self.classes)]
 
     @property
     def kept(self) -> list[int]:
-        """The outputs that are neither merged nor dropped, known ones first."""
+        """The indices of the output classes that the user neither merged nor dropped.
+
+        Known classes come first.
+        """
         return [c.index for c in self.classes if c.into == c.index]
 
     @property
     def columns(self) -> tuple[list[str], NDArray[np.int64]]:
-        """The columns of a confusion matrix, and the column of each output.
+        """The columns of a confusion matrix, and the column of each output class.
 
-        The columns are the names of the kept outputs and, if an output was dropped, one
-        last column for the images of all dropped outputs. The second value (outputs,)
-        is the column of each output. It is -1 for an output that was merged into
-        another one, since no row is assigned to it.
+        The first value has the names of the columns: the classes that the user neither
+        merged nor dropped and, if a class was dropped, one last column for the images
+        of all dropped classes. The second value has for each output class the index of
+        its column, int64. It is -1 for a class that was merged into another one, since
+        no row is assigned to it.
         """
         dropped = [c.index for c in self.classes if c.into is None]
         places = np.full(len(self.classes), -1, dtype=np.int64)
@@ -90,31 +95,44 @@ class Sample:
 
     @property
     def output(self) -> NDArray[np.int64]:
-        """The output (M,) that the head with the lowest training loss assigns."""
+        """The output class that the best head assigns to each sampled row, int64 (M,).
+
+        The best head is the one with the lowest training loss.
+        """
         return self.votes[:, self.best_head]
 
     def classes_of_rows(self, task: Task) -> NDArray[np.int64]:
-        """Return the class (M,) of each row as an output: its label, or its prediction.
+        """Return the class of each sampled row: its label, or else its prediction.
 
-        Labeled rows have the output of their known class. All other rows, test rows
-        included, have the output that the best head assigns.
+        Args:
+            task: The rows of the run, with their labels.
+
+        Returns:
+            Indices of output classes, int64 (M,). Labeled rows have their known class.
+            All other rows, test rows included, have the class that the head with the
+            lowest training loss assigns.
         """
         labels = task.labels[self.index]
         return np.where(labels >= 0, labels, self.output)
 
     @property
     def num_heads(self) -> int:
-        """Number of cluster heads H."""
+        """Number of cluster heads of the model."""
         return self.votes.shape[1]
 
 
 def choose_rows(task: Task, limit: int, seed: int) -> NDArray[np.int64]:
-    """Draw at most ``limit`` rows.
+    """Choose at most ``limit`` rows of a run at random.
 
     Labeled, unlabeled and test rows keep their shares.
 
+    Args:
+        task: The rows of the run.
+        limit: The largest number of rows. If there are no more, all are chosen.
+        seed: Seed of the random choice.
+
     Returns:
-        Row numbers in ascending order.
+        Row numbers int64, in ascending order.
     """
     num_rows = len(task.rows)
     if num_rows <= limit:
@@ -132,7 +150,13 @@ def choose_rows(task: Task, limit: int, seed: int) -> NDArray[np.int64]:
 def open_model(
     config: Config, storage: Storage, task: Task, device: torch.device | str
 ) -> Classifier:
-    """Open the model of a run: the finished one, or else the newest checkpoint.
+    """Load the model of a run: the finished model, or else the newest checkpoint.
+
+    Args:
+        config: The configuration of the run.
+        storage: The run directory.
+        task: The rows of the run, which tell the known classes.
+        device: The device for the model.
 
     Raises:
         StorageError: The directory holds neither.
@@ -151,12 +175,15 @@ def open_model(
 
 
 def score_sample(task: Task, model: Classifier, decode: Decode) -> Sample:
-    """Predict as many rows as take about a minute.
+    """Predict a random sample of rows, as many as take about a minute.
 
     Args:
         task: The rows of the run.
-        model: Its model.
+        model: The model of the run.
         decode: Decodes rows for the model.
+
+    Returns:
+        The rows that can be read, with features and predictions.
 
     Raises:
         ValueError: None of the drawn images can be read.

@@ -1,4 +1,4 @@
-"""Reproduction of the tables of the paper and of this project.
+"""Reproduce the tables of results of the paper and of this project.
 
 ``experiments`` reads the tables (``experiments.yaml``) and the paper's numbers
 (``published.yaml``). ``summary`` computes means over seeds from finished runs.

@@ -1,4 +1,4 @@
-"""Write the results of a table: Markdown for people, JSON for programs."""
+"""Write the results of a table of experiments as Markdown and as JSON."""
 
 import itertools
 import json
@@ -22,7 +22,7 @@ def format_mean_sd(value: float, sd: float | None = None, signed: bool = False) 
         value: The mean.
         sd: The standard deviation. If it is None, only the mean is formatted.
         signed: Whether a positive mean has a plus sign. A mean that is rounded to 0 has
-            none.
+            no sign.
     """
     text = f"{value:.1f}"
     if signed:
@@ -31,13 +31,18 @@ def format_mean_sd(value: float, sd: float | None = None, signed: bool = False) 
 
 
 def results_grid(results: Results) -> Grid:
-    """Return the accuracies of a table as texts.
+    """Return the table of published and measured accuracies as a grid of texts.
 
-    A row of texts stands for a row of the table under one evaluation. Its columns are
-    the paper's numbers, and then for each data set the measured accuracy and the number
-    of seeds. A cell has the numbers of all groups, in the order of ``table.groups``. A
-    row that is compared to another one has the mean difference in brackets. Rows
-    without any number are left out.
+    The first line is the head. Each other line stands for a row of the table (such as a
+    method) under one evaluation (such as task-aware accuracy on test images). Its
+    columns are the name, the evaluation, the paper's numbers, and then for each data
+    set the measured accuracy and the number of seeds. A text has the accuracies of all
+    groups of images (such as known, novel and all), separated by slashes. If a row is
+    compared to another one, the mean difference is in brackets. Rows without any number
+    are left out.
+
+    Args:
+        results: The table with the results of its finished runs.
     """
     table = results.table
     titles = [
@@ -61,13 +66,17 @@ def results_grid(results: Results) -> Grid:
 
 
 def _published(results: Results, title: str, row: Row, evaluation: Evaluation) -> str:
-    """Return the paper's numbers of a row and an evaluation; a dash if it has none.
+    """Format the accuracies that the paper publishes for a row of a table.
 
     Args:
         results: The results of the table.
-        title: The title of the column of the paper's numbers.
-        row: The row of the table.
-        evaluation: The evaluation.
+        title: The title of the column of published numbers: data set and source.
+        row: The row of the table, such as a method.
+        evaluation: The protocol and the split under which the accuracy was measured.
+
+    Returns:
+        The accuracies of the groups of images, such as ``98.1 ± 0.8 / 60.3``; a dash if
+        the paper has none.
     """
     numbers = (
         format_mean_sd(line["published"], line["published_sd"])
@@ -79,17 +88,19 @@ def _published(results: Results, title: str, row: Row, evaluation: Evaluation) -
 def _measured(
     results: Results, benchmark: Benchmark, row: Row, evaluation: Evaluation
 ) -> list[str]:
-    """Return the measured accuracies and the number of seeds.
+    """Format the measured accuracies of a row of a table, and the number of seeds.
 
     Args:
         results: The results of the table.
         benchmark: The data set.
-        row: The row of the table.
-        evaluation: The evaluation.
+        row: The row of the table, such as a method.
+        evaluation: The protocol and the split under which the accuracy was measured.
 
     Returns:
-        Two texts. The accuracy is "refused" if the settings of the row do not go with
-        the data set.
+        Two texts. The first has the accuracies of the groups of images, such as ``98.1
+        ± 0.8 / 60.3``, and the number of failed runs, if any. It is "refused" if the
+        settings of the row are not allowed for the data set. The second is the number
+        of seeds.
     """
     if f"{benchmark.key}-{row.trained}" in results.refused:
         return ["refused", "0"]
@@ -106,7 +117,14 @@ def _measured(
 
 
 def _accuracy(line: Line) -> str:
-    """Format an accuracy and its difference: ``50.0 ± 1.0 (−40.0 ± 0.0)``."""
+    """Format a measured accuracy: ``50.0 ± 1.0 (−40.0 ± 0.0)``.
+
+    The brackets have the mean difference to the row that the row is compared to, if
+    there is one.
+
+    Args:
+        line: A measured line of :attr:`uno.reproduce.summary.Results.lines`.
+    """
     text = format_mean_sd(line["mean"], line["sd"])
     if "effect" in line:
         effect = format_mean_sd(line["effect"], line["effect_sd"], signed=True)
@@ -115,10 +133,13 @@ def _accuracy(line: Line) -> str:
 
 
 def explanations(results: Results) -> list[str]:
-    """Return the sentences that stand below a table.
+    """Return the sentences that stand below a table of results.
 
-    They explain units, seeds, spreads and times, and name changed settings, refused
-    rows, failures and missing cells.
+    They explain units, seeds, standard deviations and times, and name changed settings,
+    rows that are not allowed for a data set, failed runs and missing runs.
+
+    Args:
+        results: The table with the results of its finished runs.
     """
     table = results.table
     said = [
@@ -156,14 +177,15 @@ def explanations(results: Results) -> list[str]:
 
 
 def facts(results: Results, command: str) -> dict[str, str]:
-    """Return the command, the hardware and the versions of libraries of a table.
+    """Return how the results of a table were computed: command, hardware, versions.
 
     Args:
-        results: The results of the table.
+        results: The table with the results of its finished runs.
         command: The command that computes them.
 
     Returns:
-        Texts by "command", "hardware" and "versions".
+        Texts by "command", "hardware" (devices of all runs) and "versions" (of
+        libraries).
     """
     versions = ", ".join(
         f"{name} {value}" for name, value in results.versions.items() if value
@@ -176,14 +198,14 @@ def facts(results: Results, command: str) -> dict[str, str]:
 
 
 def markdown(results: Results) -> str:
-    """Return a table's title, accuracies and explanations as Markdown."""
+    """Return a table of results as Markdown: title, accuracies and explanations."""
     notes = "\n".join(f"- {_inert(text)}" for text in explanations(results))
     table = _markdown_table(results_grid(results))
     return f"{results.table.title}:\n\n{table}\n\n{notes}"
 
 
 def _markdown_table(grid: Grid) -> str:
-    """Format texts as a Markdown table. The first row is its head."""
+    """Format a grid of texts as a Markdown table. The first line is the head."""
     rows = [grid[0], ["---"] * len(grid[0]), *grid[1:]]
     return "\n".join("| " + " | ".join(map(_inert, row)) + " |" for row in rows)
 
@@ -201,9 +223,9 @@ def write(storage: Storage, results: Results, command: str) -> None:
     """Write the results of a table as ``NAME.md`` and ``NAME.json``.
 
     Args:
-        storage: The directory. Several tables may share it.
-        results: The results.
-        command: The command that computes them.
+        storage: The directory to write into. Several tables may share it.
+        results: The table with the results of its finished runs.
+        command: The command that computes them, for both files.
     """
     name, where = results.table.name, facts(results, command)
     text = [
@@ -219,10 +241,10 @@ def write(storage: Storage, results: Results, command: str) -> None:
 
 
 def as_json(results: Results, command: str) -> dict[str, Any]:
-    """Return the results as a JSON mapping, with the values of every seed.
+    """Return the results of a table as a mapping for JSON, with values of every seed.
 
     Args:
-        results: The results.
+        results: The table with the results of its finished runs.
         command: The command that computes them.
     """
     return {

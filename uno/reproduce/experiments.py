@@ -1,4 +1,4 @@
-"""The tables of the paper and of this project as data.
+"""Define the experiments of the tables of the paper and of this project.
 
 ``experiments.yaml`` has their rows and data sets, at the scale ``full`` of the paper
 and at the scale ``small`` for two CPU cores. ``published.yaml`` has the paper's
@@ -64,7 +64,9 @@ class Benchmark(Entry):
 
 
 class Evaluation(Entry):
-    """A protocol on a split, which is a line of each row of a table.
+    """A way to measure accuracy: a protocol on a split of the images.
+
+    Each row of a table has a line for each of them.
 
     Attributes:
         name: The name for people.
@@ -78,7 +80,7 @@ class Evaluation(Entry):
 
 
 class Row(Entry):
-    """A row of a table: a trained configuration, or another number of its runs.
+    """A row of a table: a configuration to train, or another number of a row's runs.
 
     Attributes:
         key: The name on the command line and in directories.
@@ -104,7 +106,10 @@ class Row(Entry):
 
     @property
     def trained(self) -> str:
-        """The key of the row whose runs are read: ``of`` if set, otherwise ``key``."""
+        """The key of the row of the table whose runs this row reads.
+
+        A row reads its own runs, or those of the row that it names in ``of``.
+        """
         return self.of or self.key
 
 
@@ -126,19 +131,20 @@ class Column(Entry):
 
     @property
     def title(self) -> str:
-        """The title of the column: the data set, the source, and the remark."""
+        """The title of the column: data set, table of the paper, and remark if any."""
         return ", ".join(filter(None, (self.data, self.source, self.remark)))
 
     def read(self, row: str, evaluation: str) -> list[tuple[float, float | None]]:
-        """Return the paper's numbers of a row under an evaluation.
+        """Return the accuracies that the paper publishes for a row of a table.
 
         Args:
-            row: The key of the row.
-            evaluation: The name of the evaluation.
+            row: The key of the row, such as "uno".
+            evaluation: The name of the protocol and split, as in the table.
 
         Returns:
-            (mean, standard deviation or None) in percent for each group; empty if the
-            paper has no number.
+            For each group of images (such as known, novel, all) the mean and the
+            standard deviation in percent; the latter is None if the paper has none. The
+            list is empty if the paper has no number.
         """
         words = str(self.numbers.get(evaluation, {}).get(row, "")).split()
         pairs = [word.partition("±") for word in words]
@@ -183,12 +189,12 @@ class Table(Entry):
 
 @cache
 def _load(file: str) -> dict[str, Any]:
-    """Read a YAML file that lies beside this module.
+    """Return the content of a YAML file that lies beside this module.
 
     The content is cached.
 
     Args:
-        file: The name of the file, such as "experiments.yaml".
+        file: The name of the file: "experiments.yaml" or "published.yaml".
     """
     return dict(
         yaml.safe_load((resources.files("uno.reproduce") / file).read_text("utf-8"))
@@ -196,16 +202,16 @@ def _load(file: str) -> dict[str, Any]:
 
 
 def names() -> list[str]:
-    """Return the names of all tables in ``experiments.yaml``."""
+    """Return the names of all tables of experiments, those in ``experiments.yaml``."""
     return list(_load("experiments.yaml")["tables"])
 
 
 def build(name: str, scale: str) -> Table:
-    """Return a table at one scale.
+    """Build a table of experiments from ``experiments.yaml``, at one scale.
 
     Args:
-        name: The name of the table.
-        scale: "full" or "small".
+        name: The name of the table, one of :func:`names`.
+        scale: "full" for the scale of the paper, "small" for two CPU cores.
 
     Raises:
         ConfigError: There is no table of that name.
@@ -231,14 +237,14 @@ def build(name: str, scale: str) -> Table:
 
 
 def _fill(node: Any, values: Mapping[str, Any]) -> Any:
-    """Replace ``$word`` in all texts of a YAML tree by the value of ``word``.
+    """Replace ``$word`` in all texts of a YAML document by the value of ``word``.
 
     Args:
-        node: A text, list, mapping or other value of the tree.
+        node: A part of the document: a text, a list, a mapping or another value.
         values: The values by word. Words that are not among them stay.
 
     Returns:
-        A new tree.
+        A copy of the part, with the words replaced in all texts below it.
     """
     if isinstance(node, str):
         return Template(node).safe_substitute(values)
@@ -264,14 +270,17 @@ class Cell(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The directory of the run below the output: ``cells/digits-uno-seed0``."""
+        """The name of the run, which is its directory below the output directory.
+
+        It consists of data set, row and seed, such as ``cells/digits-uno-seed0``.
+        """
         return f"cells/{self.benchmark.key}-{self.row.key}-seed{self.seed}"
 
     @property
     def pretraining(self) -> str:
-        """The directory of the cell's pretraining below the output.
+        """The directory of the run's pretraining, below the output directory.
 
-        Cells with the same pretraining share it, because its name is a hash of the
+        Runs with the same pretraining share it, because its name is a hash of the
         settings that pretraining depends on. If the encoder is frozen, it is the
         directory of the cached features instead.
         """
@@ -293,13 +302,14 @@ class Cell(NamedTuple):
 def with_own_data(
     table: Table, config: Config, num_known: int, num_novel: int
 ) -> Table:
-    """Return a table on the user's own data, in the place of its data sets.
+    """Return a table of experiments with the user's own data instead of its data sets.
 
     Args:
-        table: The table.
-        config: The settings of every cell, except for what rows change.
-        num_known: Number of known classes.
-        num_novel: Number of novel classes.
+        table: The table, which is not changed.
+        config: The settings of every run, which name the data. Rows of the table change
+            some of them.
+        num_known: Number of known classes of the data.
+        num_novel: Number of novel classes of the data.
 
     Raises:
         ConfigError: Rows of the table choose classes of the paper's data.
@@ -325,7 +335,7 @@ def with_own_data(
 def cells(
     table: Table, seeds: int, directories: Mapping[str, str], changes: Mapping[str, Any]
 ) -> tuple[list[Cell], dict[str, str]]:
-    """Return all runs of a table, seed by seed.
+    """Return all runs of a table of experiments: each row, data set and seed.
 
     A configuration has these layers, and a later one wins: the preset, the data set,
     the settings that the authors of the row's method use for this data, the settings of
@@ -339,8 +349,9 @@ def cells(
         changes: The settings of the command line, by dotted key.
 
     Returns:
-        The cells, and the rows that are left out because their settings do not go with
-        the rest: the reasons by "DATASET-ROW".
+        Two values. The first are the runs, ordered by seed. The second has the rows
+        that are left out because their settings conflict with those of a data set or
+        the command line: the reason by "DATASET-ROW".
 
     Raises:
         ConfigError: The settings of the reference row, or of a row without overrides,

@@ -1,4 +1,4 @@
-"""Summarize finished runs: means over seeds, and differences paired by seed."""
+"""Summarize finished runs of experiments: means over seeds, and paired differences."""
 
 import itertools
 import statistics
@@ -19,12 +19,14 @@ Line = dict[str, Any]
 
 
 def deviation(values: Sequence[float]) -> float | None:
-    """Return the sample standard deviation (n - 1) of values; None of one value."""
+    """Return the sample standard deviation of values; None if there is only one."""
     return statistics.stdev(values) if len(values) > 1 else None
 
 
 class Results(NamedTuple):
-    """A table and the results of its finished cells.
+    """A table of experiments and the results of its finished runs.
+
+    A cell is one run: a row of the table, a data set, and a seed.
 
     Attributes:
         table: The table with the rows and data sets that were asked for.
@@ -64,11 +66,11 @@ class Results(NamedTuple):
     remarks: Sequence[str]
 
     def find(self, **wanted: Any) -> list[Line]:
-        """Return the lines of the results that have all given entries.
+        """Return the lines of results with given values.
 
         Args:
-            wanted: Values by key of the line, such as ``row="uno"`` or
-                ``group="novel"``.
+            **wanted: Values by key of the line, such as ``row="uno"`` or
+                ``group="novel"``. A line must have all of them.
         """
         return [
             line
@@ -102,19 +104,25 @@ def read(
     failed: Mapping[str, str],
     refused: Mapping[str, str],
 ) -> Results:
-    """Read what finished cells measured.
+    """Read the metrics of finished runs, and summarize them over seeds.
 
     Args:
-        table: The table that the cells belong to.
-        cells: All cells of the table except the refused ones.
-        output: The directory that holds their runs.
-        changes: Settings of the command line that hold for all cells.
-        seconds: Seconds of cells and pretrainings, by name.
-        failed: Reasons of failed cells, by name.
-        refused: Reasons of refused cells, by name.
+        table: The table of experiments that the runs belong to.
+        cells: All runs of the table, one for each row, data set and seed, except for
+            those of refused rows.
+        output: The directory below which the runs are.
+        changes: Settings of the command line that hold for all runs, by dotted key.
+        seconds: Seconds that runs and pretrainings took, by their names.
+        failed: Error messages of failed runs, by name.
+        refused: Reasons by "DATASET-ROW" of rows that are left out because their
+            settings conflict with those of the data set or the command line.
+
+    Returns:
+        Means, standard deviations and differences to other rows, with everything that
+        is said below the table.
 
     Raises:
-        ConfigError: The result of a cell is damaged.
+        ConfigError: A result file of a run is damaged.
     """
     runs, missing, remarks = list[Run](), list[str](), list[str]()
     for cell in cells:
@@ -158,10 +166,14 @@ def read(
 
 
 def _published_lines(table: Table) -> Iterator[Line]:
-    """Yield a line for each number that the paper has for a row of the table.
+    """Yield a line of results for each accuracy that the paper publishes.
 
-    A line has the mean as ``published``, the standard deviation or None as
-    ``published_sd``, and the data set, the group and the source.
+    A line is a mapping for a row of the table. It has the mean in percent as
+    ``published``, the standard deviation or None as ``published_sd``, and the data set,
+    the group of images, the source and the row.
+
+    Args:
+        table: The table of experiments.
     """
     for row, evaluation in itertools.product(table.rows, table.evaluations):
         for column in table.published:
@@ -178,15 +190,19 @@ def _published_lines(table: Table) -> Iterator[Line]:
 
 
 def _measured_lines(table: Table, runs: Sequence[Run]) -> Iterator[Line]:
-    """Yield a line for each row, evaluation, data set and group that runs measured.
+    """Yield a line of results for each accuracy that runs measured, over seeds.
+
+    There is a line for each row of the table, evaluation (protocol and split), data set
+    and group of images (such as novel), if a run has this accuracy.
 
     Args:
-        table: The table.
-        runs: The finished runs of its cells.
+        table: The table of experiments.
+        runs: The finished runs of the table.
 
     Yields:
         Lines with the mean and standard deviation in percent over seeds. If a row is
-        compared to another one, its line also has the mean difference of the same seed.
+        compared to another one, its line also has the mean difference between the runs
+        of both rows with the same seed, in points.
     """
     by_row: defaultdict[tuple[str, str], list[Run]] = defaultdict(list)
     for run in runs:
@@ -228,10 +244,15 @@ def _measured_lines(table: Table, runs: Sequence[Run]) -> Iterator[Line]:
 
 
 def _counted(table: Table, row: Row, evaluation: Evaluation) -> Line:
-    """Return the entries that describe a line of results, without any number.
+    """Return the entries of a line of results that say what was measured.
 
     These are the table and its scale; the key, name and head of the row; and the name,
-    protocol and split of the evaluation.
+    protocol and split of the evaluation. The numbers are added by the caller.
+
+    Args:
+        table: The table of experiments.
+        row: The row of the table, such as a method.
+        evaluation: The protocol and the split.
     """
     return {
         "table": table.name,
@@ -248,13 +269,13 @@ def _counted(table: Table, row: Row, evaluation: Evaluation) -> Line:
 def _percent(
     runs: Iterable[Run], row: Row, evaluation: Evaluation, group: str
 ) -> dict[int, float]:
-    """Return the number that a row of a table counts, in percent by seed.
+    """Return the accuracy of each run of a row of a table, in percent by seed.
 
-    It is the accuracy, or the other metric of the row, which only exists for novel
+    If the row names another metric, it is that metric, which only exists for novel
     images under the task-aware protocol.
 
     Args:
-        runs: The runs of the row on one data set.
+        runs: The runs of the row on one data set, one for each seed.
         row: The row, with its head and maybe a metric other than accuracy.
         evaluation: The protocol and the split.
         group: The group of images, such as "novel".
@@ -274,11 +295,12 @@ def _percent(
 
 
 def _versions(environments: Sequence[Mapping[str, Any]], name: str) -> str:
-    """Return the versions of a library in all runs, sorted and comma-separated.
+    """Return all versions of a library that runs used, sorted and comma-separated.
 
     Args:
         environments: The contents of ``environment.json`` of the runs.
-        name: The name of the library, or "numerics".
+        name: The name of the library; or "numerics" for the version number of this
+            program, which changes when its numerical results change.
     """
     found = {e.get("versions", {}).get(name) or e.get(name) for e in environments}
     return ", ".join(sorted(str(version) for version in found if version))
@@ -288,7 +310,7 @@ def _hardware(environment: Mapping[str, Any], on_gpu: bool) -> str:
     """Return the name of a run's first GPU, or of its processor.
 
     Args:
-        environment: The environment of the run.
+        environment: The content of ``environment.json`` of the run.
         on_gpu: Whether the run may have used a GPU.
     """
     gpus = environment.get("gpus") or []
@@ -298,7 +320,13 @@ def _hardware(environment: Mapping[str, Any], on_gpu: bool) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON mapping; an empty one if there is no file.
+    """Read a JSON mapping from a file in the directory of a run.
+
+    Args:
+        path: The path of the file.
+
+    Returns:
+        The mapping; an empty one if there is no file.
 
     Raises:
         ConfigError: The file is damaged.

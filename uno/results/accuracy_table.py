@@ -16,6 +16,9 @@ HEADS_LEGEND = (
 STRICT_LEGEND = (
     "strict: a new class found on a known output, or the reverse, is an error"
 )
+BASELINES_LEGEND = (
+    "k-means, spectral: clusters of the encoder's features before discovery"
+)
 
 
 class Row(NamedTuple):
@@ -42,7 +45,7 @@ class Row(NamedTuple):
         return "{which}" in self.path
 
     def key(self, split: str, group: str, which: str = "avg") -> str:
-        """Return the key of a cell in ``metrics.json``.
+        """Return the key of one cell of this row in ``metrics.json``.
 
         Args:
             split: "train" or "test".
@@ -75,7 +78,7 @@ class Table(NamedTuple):
     rows: list[Row]
 
     def filled(self, values: Mapping[str, float]) -> list[Row]:
-        """Return the rows that have a value in at least one cell.
+        """Return the rows of this table that have a value in at least one cell.
 
         Args:
             values: The metrics of a run, by key.
@@ -86,13 +89,14 @@ class Table(NamedTuple):
         ]
 
     def columns(self, values: Mapping[str, float]) -> dict[str, list[str]]:
-        """Return the groups that have a value in at least one cell, by split.
+        """Return for each split the groups of images with a value in at least one row.
 
         Args:
             values: The metrics of a run, by key.
 
         Returns:
-            The groups of "train" and of "test". A split without any value is left out.
+            The names of groups by "train" and "test". A split without any value is left
+            out.
         """
         found = {
             split: [
@@ -194,14 +198,14 @@ GENERALIZED = Table(
 
 
 def filled_tables(values: Mapping[str, float]) -> list[Table]:
-    """Return the tables that have a value in at least one cell.
+    """Return the accuracy tables for which a run has at least one value.
 
     In generalized category discovery, clusterings of the novel rows alone are left out
     of the accuracy table. They were told which rows are novel, so nothing in the run
     compares with them.
 
     Args:
-        values: The metrics of a run, by key.
+        values: The metrics of the run, by key.
     """
     tables = [table for table in (ACCURACY, GENERALIZED) if table.filled(values)]
     if GENERALIZED not in tables:
@@ -229,11 +233,11 @@ def format_table(values: Mapping[str, float]) -> str:
     """Format the main metrics of a run as text of at most 80 columns.
 
     A table has at most twelve rows of numbers in percent. All metrics are in
-    ``metrics.json``. The average and the best head have a row each only if any metric
-    differs between them.
+    ``metrics.json``. If a metric differs between the mean over the heads and the best
+    head, both have a row, otherwise one row stands for both.
 
     Args:
-        values: The metrics of a run, by key, as fractions.
+        values: The metrics of the run, by key, as fractions.
     """
     splits = [
         split for split in SPLITS if any(key.startswith(f"{split}/") for key in values)
@@ -241,9 +245,11 @@ def format_table(values: Mapping[str, float]) -> str:
     several = has_several_heads(values)
 
     def line(name: str, cells: list[str]) -> str:
+        """Join the title of a row and its cells, one for each split, to a line."""
         return f"{name:<32}" + "".join(f" |{cell}" for cell in cells)
 
     def cell(key: str) -> str:
+        """Format a metric in percent, or as blanks if the run does not have it."""
         return f"{100 * values[key]:7.1f}" if key in values else " " * 7
 
     lines = [line("", [f"{SPLITS[split]:^21}" for split in splits])]
@@ -262,4 +268,6 @@ def format_table(values: Mapping[str, float]) -> str:
                 ]
                 lines.append(line(f"{row.title:<26}{which if both else ''}", cells))
     legend = [HEADS_LEGEND, STRICT_LEGEND] if several else [STRICT_LEGEND]
+    if any(key.startswith("baseline/") for key in values):
+        legend.append(BASELINES_LEGEND)
     return "\n".join(text.rstrip() for text in [*lines, *legend])

@@ -1,37 +1,48 @@
-"""Predictions as files that annotation tools import.
+"""Predictions as files that other tools import.
 
-A person confirms or corrects the predicted classes there. Label Studio, FiftyOne and
-CVAT need not be installed, because the formats of their files are documented.
+In an annotation tool a person confirms or corrects the predicted classes, and
+:mod:`uno.data.label_files` reads them back. None of the tools needs to be installed,
+because the formats of their files are documented.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import quote
 from xml.etree import ElementTree
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+
 from uno.data.decode import BadImage, read_header
 from uno.data.files import Storage
-from uno.errors import ConfigError, StorageError
-from uno.results.predictions import read_batches, read_identity
+from uno.data.h5ad import format_h5ad
+from uno.data.label_files import match_images
+from uno.errors import ConfigError, StorageError, one_line
+from uno.results.folders import write_csv
+from uno.results.predictions import COLUMNS, read_batches, read_columns, read_identity
 
 LOCAL_FILES = "/data/local-files/?d="  # how Label Studio serves files of its own disk
 FACTS = ("id", "uri", "class_name", "kind", "probability")
+CELLS_FILE = "predictions.h5ad"
+EMBEDDING = "X_uno"  # array of obsm in CELLS_FILE
 
 
-def write_annotations(
+def export_predictions(
     storage: Storage, target: Storage, format: str, images: str | None
 ) -> list[str]:
-    """Write the predictions of a run, or of ``uno predict``, for an annotation tool.
+    """Write the predictions of a run, or of ``uno predict``, for another tool.
 
-    Images that could not be read are left out.
+    Annotation tools get only images that could be read.
 
     Args:
         storage: The run, or the output directory of ``uno predict``.
         target: The directory of the files.
-        format: A key of :data:`FORMATS`.
+        format: A key of :data:`TABLES` or :data:`ANNOTATIONS`.
         images: The folder or URL of the images as the tool sees it, to which the ids of
             the images are appended. None for the path of each image itself.
 
@@ -46,7 +57,9 @@ def write_annotations(
         raise StorageError(
             f"{storage.uri} has no complete predictions; run uno predict first"
         )
-    files = FORMATS[format](read_predicted(storage), images)
+    if format in TABLES:
+        return [TABLES[format](storage, target)]
+    files = ANNOTATIONS[format](read_predicted(storage), images)
     for name, content in files.items():
         target.write(name, content)
     return [target.below(name) for name in files]
@@ -60,6 +73,11 @@ def read_predicted(storage: Storage) -> Iterator[dict[str, Any]]:
 
 def locate_image(row: Mapping[str, Any], images: str | None) -> str:
     """Return the path or URL under which a tool finds the image of a row.
+
+    Args:
+        row: A row of the predictions.
+        images: The folder or URL that stands in place of the folder of the data, or
+            None for the paths of the predictions.
 
     Raises:
         ConfigError: The image is inside a table or an archive, and ``images`` is None.
@@ -81,7 +99,7 @@ def write_label_studio(
     """Write tasks with predictions, and the labeling configuration for them.
 
     Local paths become URLs of Label Studio's local files with the document root ``/``.
-    Label Studio keeps the ``id`` in the ``data`` of each task that it exports.
+    Label Studio keeps the ``data`` of each task that it exports, and so the id.
     """
     tasks, names = [], set[str]()
     for row in rows:
@@ -100,7 +118,8 @@ def write_label_studio(
             "score": row["probability"],
             "result": [choice],
         }
-        data = {"image": image, "id": row["id"], "kind": row["kind"]}
+        # JSON-MIN has the number of the task as "id"
+        data = {"image": image, "image_id": row["id"], "kind": row["kind"]}
         tasks.append({"data": data, "predictions": [prediction]})
     view = ElementTree.Element("View")
     ElementTree.SubElement(view, "Image", name="image", value="$image")
@@ -131,7 +150,11 @@ def write_fiftyone(
             "label": row["class_name"],
             "confidence": row["probability"],
             # FiftyOne's classifications have an "id" of their own
-            "attributes": {"image_id": row["id"], "kind": row["kind"]},
+            "attributes": {
+                "image_id": row["id"],
+                "kind": row["kind"],
+                "predicted": row["class_name"],  # by which a changed label is found
+            },
         }
     content = {"classes": None, "labels": labels}
     return {
@@ -173,6 +196,74 @@ def write_cvat(
     return {"cvat.xml": format_xml(root)}
 
 
+def write_cells(storage: Storage, target: Storage) -> str:
+    """Write the predictions as ``predictions.h5ad``, which anndata reads.
+
+    The results of each row are columns of ``obs``, under the names of the table of
+    predictions; they are missing where a row could not be read. Embeddings are in
+    ``obsm["X_uno"]``, if ``uno predict --embedding`` has written them.
+
+    Args:
+        storage: The directory with the predictions.
+        target: The directory of the file.
+
+    Returns:
+        The path of the file.
+    """
+    names = [name for name in COLUMNS if name not in ("class_index", "uri")]
+    has_embedding = (read_identity(storage) or {})["embedding"]
+    table = read_columns(storage, [*names, *(["embedding"] if has_embedding else [])])
+    assert table is not None
+    columns = {name: table[name].combine_chunks() for name in names}
+    ids, arrays = columns.pop("id").to_pylist(), dict[str, np.ndarray]()
+    if has_embedding:
+        vectors = table["embedding"].combine_chunks()
+        is_there = vectors.is_valid().to_numpy(zero_copy_only=False)
+        numbers = pa.compute.list_flatten(vectors).to_numpy()
+        width = len(numbers) // max(1, is_there.sum())
+        arrays[EMBEDDING] = np.full((len(ids), width), np.nan, np.float32)
+        arrays[EMBEDDING][is_there] = numbers.reshape(-1, width)
+    target.write(CELLS_FILE, format_h5ad(ids, columns, arrays))
+    return target.below(CELLS_FILE)
+
+
+def count_labels(
+    storage: Storage, labels: Mapping[str, str]
+) -> dict[int, Counter[str]]:
+    """Count the labels that people gave to the images of the predictions of a run.
+
+    Args:
+        storage: The run.
+        labels: The id or path of an image -> its class.
+
+    Returns:
+        Index of a class -> how many images that are predicted as this class have which
+        label.
+
+    Raises:
+        ConfigError: No label is of an image of the predictions.
+        StorageError: The run has no complete predictions.
+    """
+    table = read_columns(storage, ["id", "uri", "class_index"])
+    if table is None:
+        raise StorageError(
+            f"{storage.uri} has no complete predictions; run uno predict first"
+        )
+    ids = table["id"].cast(pa.large_string()).combine_chunks()
+    found = match_images(labels, ids, table["uri"].to_pylist)
+    if not found:
+        raise ConfigError(
+            f"no label is of an image in the predictions of {storage.uri}; the labels"
+            f" are of images such as {one_line(repr(next(iter(labels))))}"
+        )
+    counts = defaultdict[int, Counter[str]](Counter)
+    for image, row in found.items():
+        index = table["class_index"][row].as_py()
+        if index is not None:
+            counts[index][labels[image]] += 1
+    return counts
+
+
 def measure_image(path: str | None) -> dict[str, str]:
     """Return the width and height of an image file, nothing if there is no such file.
 
@@ -200,8 +291,14 @@ def format_xml(root: ElementTree.Element) -> bytes:
 Write = Callable[[Iterable[Mapping[str, Any]], str | None], dict[str, bytes]]
 """Return the content of files by name, from rows with the keys :data:`FACTS`."""
 
-FORMATS: dict[str, Write] = {
+ANNOTATIONS: dict[str, Write] = {
     "label-studio": write_label_studio,
     "fiftyone": write_fiftyone,
     "cvat": write_cvat,
 }
+
+TABLES: dict[str, Callable[[Storage, Storage], str]] = {
+    "csv": write_csv,
+    "h5ad": write_cells,
+}
+"""Write all predictions of the first directory to a file of the second."""

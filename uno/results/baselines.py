@@ -1,6 +1,10 @@
-"""Baselines of a run: clusterings of the features that discovery starts from."""
+"""Baselines of a run: clusterings of the features that discovery starts from.
 
-from collections.abc import Callable, Iterator, Sequence
+The rows are clustered by k-means and by spectral clustering, and the clusters are
+compared with the true classes.
+"""
+
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -12,19 +16,13 @@ from torch import Tensor
 
 from uno.clustering.frozen import SPECTRAL, Clustering, fit_principal_space
 from uno.clustering.initialization import (
-    MAX_ROWS,
-    Read,
     cluster_features,
     compute_features_together,
-    decode_batches,
-    resident_batch_rows,
 )
 from uno.clustering.kmeans import FREE, kmeans
 from uno.config import Config
 from uno.data.files import Storage
-from uno.data.images import batches_of, evenly_spaced, spread
-from uno.data.row_blocks import RowBlocks
-from uno.data.stream import EvalData, StreamedEvalSet, TrainData, decoded_rows
+from uno.data.stream import EvalData, TrainData
 from uno.distributed import RankTask
 from uno.model import UnoModel, build_network
 from uno.results import metrics
@@ -36,7 +34,7 @@ NUM_STARTS = 10
 
 
 class Rows(NamedTuple):
-    """Readable rows of an evaluation set with their features, on the CPU.
+    """Features and true classes of readable rows of an evaluation set, on the CPU.
 
     Attributes:
         features: Features of the encoder, (N, D).
@@ -48,11 +46,11 @@ class Rows(NamedTuple):
 
 
 class Baseline(NamedTuple):
-    """A clustering of rows, and its metrics.
+    """One clustering of rows that still has to be computed, and how it is scored.
 
     Attributes:
-        job: Computes the clusters (N,) on one rank.
-        score: Computes metrics from the clusters, on all ranks.
+        job: Computes the cluster of each row, int64 (N,), on one rank.
+        score: Computes metrics by key from the clusters (N,), on all ranks.
     """
 
     job: RankTask
@@ -76,17 +74,20 @@ def start_model(
         device: The device of the network.
 
     Returns:
-        The network without a novel head; None if too few ``rows`` have true classes for
-        any baseline.
+        The network without a novel head; None if no baseline can be computed, because
+        ``rows`` has fewer rows of novel classes than there are novel clusters, and in
+        the GCD setting fewer unlabeled rows than classes.
     """
-    if not any(_enough(config, train, rows)):
+    if not any(_has_enough_rows(config, train, rows)):
         return None
     model = build_network(config, train.num_known, 0, 0)
     load_weights_(model, config, storage)
     return model.to(device).eval()
 
 
-def _enough(config: Config, train: TrainData, rows: EvalData) -> tuple[bool, bool]:
+def _has_enough_rows(
+    config: Config, train: TrainData, rows: EvalData
+) -> tuple[bool, bool]:
     """Return whether there are enough rows for the novel and for the GCD baselines.
 
     Args:
@@ -109,21 +110,22 @@ def _enough(config: Config, train: TrainData, rows: EvalData) -> tuple[bool, boo
 def baselines(
     config: Config, model: UnoModel, train: TrainData, rows: EvalData
 ) -> list[Baseline]:
-    """Return the baselines of a run.
+    """Prepare the baselines of a run: clusterings of rows by their features.
 
     All workers call this function, and each reads a share of the rows.
 
     Args:
         config: The configuration of the run.
         model: The network that discovery started from.
-        train: The training set.
+        train: The training set, which has the numbers of classes.
         rows: The training rows with their true classes.
 
     Returns:
         :func:`novel_baselines` of the rows of novel classes, and
-        :func:`generalized_baselines` in the GCD setting.
+        :func:`generalized_baselines` in the GCD setting. Each still has to be computed.
+        A kind for which there are too few rows is left out.
     """
-    found, (enough, mixed) = list[Baseline](), _enough(config, train, rows)
+    found, (enough, mixed) = list[Baseline](), _has_enough_rows(config, train, rows)
     if enough:
         novel = read_features(config, model, rows.where(rows.truth >= train.num_known))
         if len(novel.truth) >= train.num_novel:  # some may be unreadable
@@ -138,7 +140,7 @@ def baselines(
 
 
 def novel_baselines(config: Config, rows: Rows, num_novel: int) -> Iterator[Baseline]:
-    """Yield k-means and spectral clustering of the rows of novel classes.
+    """Yield k-means and spectral clustering of the rows of novel classes, as tasks.
 
     Their metrics are ``baseline/{kmeans|spectral}/novel/{metric}``. Spectral clustering
     is left out if there are more than ``MAX_GRAPH_ROWS`` rows.
@@ -184,17 +186,19 @@ def _score_novel(
 def spectral_clusters(
     features: Tensor, labels: Tensor, num_novel: int, gcd: bool, seed: int
 ) -> Tensor:
-    """Cluster rows by the graph of their nearest neighbors.
+    """Cluster rows by spectral clustering of the graph of their nearest neighbors.
 
     Args:
         features: Features (N, D) of labeled and unlabeled rows.
-        labels: Known classes (N,) of the labeled rows, and FREE for unlabeled ones.
+        labels: Known classes (N,) of the labeled rows, and FREE (-1) for unlabeled
+            ones.
         num_novel: Number of novel clusters.
-        gcd: Whether unlabeled rows can belong to known classes.
+        gcd: Whether unlabeled rows can belong to known classes. Labeled rows are then
+            fixed to their classes; otherwise only unlabeled rows are clustered.
         seed: Seed of k-means.
 
     Returns:
-        Clusters (N_u,) of the unlabeled rows.
+        Clusters (N_u,) of the unlabeled rows. If ``gcd``, the known classes come first.
     """
     points = F.normalize(fit_principal_space(features)(features), dim=1)
     clustering = Clustering.of(points, labels, num_novel, gcd)
@@ -224,10 +228,10 @@ def score_clusters(
 
 
 def direction_clusters(features: ArrayLike, num_clusters: int, seed: int) -> Tensor:
-    """Cluster features by k-means (k-means++, best of 10 starts).
+    """Cluster rows by k-means of the directions of their features.
 
     Every row is scaled to length one, because UNO's heads compare directions. Rows are
-    not centered.
+    not centered. The starts are those of k-means++, and the best of 10 counts.
 
     Args:
         features: Features (N, D).
@@ -246,7 +250,7 @@ def direction_clusters(features: ArrayLike, num_clusters: int, seed: int) -> Ten
 def generalized_baselines(
     config: Config, unlabeled_rows: Rows, labeled_rows: Rows, train: TrainData
 ) -> Iterator[Baseline]:
-    """Yield clusterings of the unlabeled rows of a GCD run into all classes.
+    """Yield clusterings of the unlabeled rows of a GCD run into all classes, as tasks.
 
     Their metrics are
     ``baseline/{kmeans|constrained_kmeans|spectral}/gcd/{all|old|new}``. k-means uses no
@@ -267,11 +271,31 @@ def generalized_baselines(
         return
 
     def find(setting: str, num_novel: int) -> Tensor:
+        """Cluster the unlabeled rows by k-means.
+
+        Args:
+            setting: "gcd" to fix the labeled rows to the known classes, "ncd" to ignore
+                them.
+            num_novel: The number of novel clusters. Without fixed rows all clusters are
+                novel.
+
+        Returns:
+            Clusters (N_u,). In the setting "gcd" the known classes come first.
+        """
         return cluster_features(
             unlabeled, labeled, labels, num_novel, setting, config.seed
         ).assignment
 
     def score_mixed(path: str, clusters: Tensor) -> dict[str, float]:
+        """Return the GCD accuracies of clusters as fractions.
+
+        Args:
+            path: The prefix of the keys, such as "baseline/kmeans/gcd".
+            clusters: Clusters of the unlabeled rows, (N_u,).
+
+        Returns:
+            The accuracies of all, old (known) and new (novel) rows by key.
+        """
         num_true = max(num_outputs, int(truth.max()) + 1)
         counts = metrics.confusion(
             truth.numpy(), clusters.numpy(), num_true, num_outputs
@@ -298,8 +322,8 @@ def generalized_baselines(
 def read_features(config: Config, model: UnoModel, rows: EvalData) -> Rows:
     """Compute the features of rows on all workers; each worker reads a share.
 
-    At most ``MAX_BASELINE_ROWS`` rows are used, evenly spaced, or ``MAX_ROWS`` if the
-    images are streamed. Rows that cannot be read are left out.
+    At most ``MAX_BASELINE_ROWS`` rows are used, and fewer if the images are streamed.
+    Rows that cannot be read are left out.
 
     Args:
         config: The configuration of the run, which has the batch size.
@@ -309,35 +333,8 @@ def read_features(config: Config, model: UnoModel, rows: EvalData) -> Rows:
     Returns:
         Features and true classes of the readable rows, the same on every worker.
     """
-    size = config.train.eval_batch_size
-    if isinstance(rows, StreamedEvalSet):
-        (chosen,) = spread(rows.images, [rows.index.numpy()], MAX_ROWS)
-        numbers = rows.index.numpy()[chosen]
-        batches = batches_of(rows.images, numbers, decoded_rows(size, rows.side))
-        load: Read = partial(decode_batches, rows.decode, numbers)
-    else:
-        chosen = evenly_spaced(MAX_BASELINE_ROWS, len(rows.truth))
-        images = rows.images.select_rows(torch.from_numpy(chosen))
-        size = resident_batch_rows(config, len(chosen))
-        batches = np.split(np.arange(len(chosen)), range(size, len(chosen), size))
-        load = partial(_resident, images)
+    (chosen,) = rows.choose_rows(MAX_BASELINE_ROWS)
+    batches, load = rows.plan_reading([chosen], config.train.eval_batch_size)
     (features,), ok = compute_features_together(config, [model], batches, load)
     truth = rows.truth[torch.from_numpy(chosen)].cpu()[ok]
     return Rows(features.cpu()[ok], truth)
-
-
-def _resident(
-    images: RowBlocks, batches: Sequence[np.ndarray]
-) -> Iterator[tuple[Tensor, np.ndarray]]:
-    """Yield batches of images that are in memory, in the form of streamed batches.
-
-    Args:
-        images: Images, or features of a frozen encoder, (N, ...).
-        batches: Row numbers of each batch.
-
-    Yields:
-        The images of a batch, and a mask bool (b,), which is True because all rows can
-        be read.
-    """
-    for batch in batches:
-        yield images[torch.from_numpy(batch)], np.ones(len(batch), dtype=bool)

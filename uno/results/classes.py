@@ -1,4 +1,4 @@
-"""Names and merges of a model's output classes.
+"""Names, merges and drops of a model's output classes, which a user can edit.
 
 ``model/classes.json`` lists the classes. A person names, merges or drops discovered
 classes in ``classes.yaml``. A merged class adds its probability to the class that it is
@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, count, islice
@@ -69,9 +70,10 @@ class ModelClasses(BaseModel):
 
     Attributes:
         classes: The output classes by index, known ones first.
-        best_head: The head that predicts.
-        alignment: For each head and each cluster of the best head the corresponding
-            cluster, H lists of K; None if it is not known.
+        best_head: The index of the head that predicts.
+        alignment: Which clusters of different heads are the same class: for each head
+            and each cluster of the best head the corresponding cluster, H lists of K;
+            None if it is not known.
         encoder_code: Hashes of the Python modules of an encoder that is the user's
             callable.
         measured: The hash of the merges and drops that the metrics of the run belong
@@ -88,7 +90,12 @@ class ModelClasses(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> ModelClasses:
-        """Check the order of the classes, and that a class is left."""
+        """Check that classes are numbered in order, known first, and that one is left.
+
+        Raises:
+            ValueError: They are not, a class is merged into a class that does not
+                exist, or all are merged or dropped.
+        """
         kinds = [c.kind for c in self.classes]
         targets = (None, *range(len(kinds)))
         is_ordered = [c.index for c in self.classes] == [*range(len(kinds))]
@@ -113,11 +120,11 @@ class ModelClasses(BaseModel):
             raise StorageError("classes.json is damaged") from None
 
     def dump(self) -> bytes:
-        """Return the content of ``classes.json``."""
+        """Return the classes as JSON, the content of ``classes.json``."""
         return self.model_dump_json(indent=1).encode()
 
     def with_classes(self, classes: Sequence[OutputClass]) -> ModelClasses:
-        """Return the same content with other classes."""
+        """Return a copy with other output classes, and everything else unchanged."""
         return self.model_copy(update={"classes": [*classes]})
 
     @property
@@ -127,7 +134,7 @@ class ModelClasses(BaseModel):
         return (self.measured or at_first) == hashes(self.classes)["routes"]
 
     def as_measured(self) -> ModelClasses:
-        """Note that the metrics belong to the present merges and drops."""
+        """Return a copy that notes that the metrics belong to its merges and drops."""
         return self.model_copy(update={"measured": hashes(self.classes)["routes"]})
 
 
@@ -137,7 +144,8 @@ class Suggestion(NamedTuple):
     Attributes:
         rows: The number of sampled unlabeled rows that the model put into the class.
         total: The number of all sampled unlabeled rows.
-        known: The most similar known classes as (name, cosine), most similar first.
+        known: The most similar known classes as (name, cosine of the prototypes), most
+            similar first.
         novel: The most similar other discovered classes, in the same form.
     """
 
@@ -223,7 +231,7 @@ def without_merges(classes: Sequence[OutputClass]) -> list[OutputClass]:
 
 
 def edits_of(classes: Sequence[OutputClass]) -> list[tuple[OutputClass, str]]:
-    """Describe what the user has decided about each discovered class.
+    """Describe whether the user has merged or dropped each discovered class.
 
     Returns:
         For each discovered class the class itself, and "" if it is kept, "merged into
@@ -240,7 +248,7 @@ def edits_of(classes: Sequence[OutputClass]) -> list[tuple[OutputClass, str]]:
 
 
 def hashes(classes: Sequence[OutputClass]) -> dict[str, str]:
-    """Return hashes that identify the user's decisions on the classes.
+    """Return hashes of the names and of the merges and drops of a model's classes.
 
     Returns:
         "names": a hash of all names. "routes": a hash of the class that each class is
@@ -259,31 +267,38 @@ def template(
     model_hash: str,
     suggestions: Mapping[int, Suggestion],
 ) -> str:
-    """Return the text of a fresh ``classes.yaml`` with every discovered class.
+    """Return the text of a new ``classes.yaml`` for the user to edit.
+
+    It has an entry with the index, name and action of every discovered class.
 
     Args:
         classes: The classes of the model. Their present names and actions are written.
         model_hash: The hash of the model, which :func:`read_edits` compares.
         suggestions: Facts about discovered classes, by index. They become comments.
     """
-    lines = [HEADER + f"model: {_scalar(model_hash)}", "classes:"]
+    lines = [HEADER + f"model: {_format_scalar(model_hash)}", "classes:"]
     for c in classes:
         if c.kind == "novel":
             merged = "drop" if c.into is None else MERGE + classes[c.into].name
             action = "keep" if c.into == c.index else merged
-            lines.append(f"- index: {c.index}{_comment(suggestions.get(c.index))}")
-            lines += [f"  name: {_scalar(c.name)}", f"  action: {_scalar(action)}"]
+            lines.append(
+                f"- index: {c.index}{_format_comment(suggestions.get(c.index))}"
+            )
+            lines += [
+                f"  name: {_format_scalar(c.name)}",
+                f"  action: {_format_scalar(action)}",
+            ]
     return "\n".join(lines) + "\n"
 
 
-def _scalar(value: str) -> str:
+def _format_scalar(value: str) -> str:
     """Format a string as a YAML scalar on one line, quoted if necessary."""
     style = None if value.isascii() and value.isprintable() else '"'
     return yaml.safe_dump(value, width=1_000_000, default_style=style).split("\n")[0]
 
 
-def _comment(suggestion: Suggestion | None) -> str:
-    """Format a suggestion as a YAML comment; "" if there is none.
+def _format_comment(suggestion: Suggestion | None) -> str:
+    """Format facts about a discovered class as a YAML comment; "" if there are none.
 
     Names are escaped and cut to 80 characters, because a line break in one would end
     the comment.
@@ -321,6 +336,14 @@ class ClassEdit(BaseModel):
     @field_validator("name", mode="before")
     @classmethod
     def _check_name(cls, name: object) -> str:
+        """Return the name without surrounding blanks, in Unicode's composed form.
+
+        A whole number is converted to text.
+
+        Raises:
+            ValueError: The name is no text, is empty or too long, or has characters
+                that cannot be printed.
+        """
         if type(name) is int:
             return str(name)
         if not isinstance(name, str):
@@ -333,6 +356,11 @@ class ClassEdit(BaseModel):
     @field_validator("action", mode="before")
     @classmethod
     def _check_action(cls, action: object) -> str:
+        """Return the action with single blanks: "keep", "drop" or "merge into NAME".
+
+        Raises:
+            ValueError: It is another action.
+        """
         pattern = r"\A\s*merge\s+into\s+"
         wanted = re.sub(pattern, MERGE, composed(str(action))).strip()
         if wanted not in ("keep", "drop") and not wanted.startswith(MERGE):
@@ -341,6 +369,13 @@ class ClassEdit(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> ClassEdit:
+        """Check that no class that is kept or merged has the name "rejected".
+
+        Predictions have this name for rows of dropped classes.
+
+        Raises:
+            ValueError: A class has this name.
+        """
         if self.name == REJECTED and self.action != "drop":
             raise ValueError(f"{REJECTED!r} is reserved for images of dropped classes")
         return self
@@ -367,7 +402,7 @@ def read_edits(
         model_hash: The hash of the model.
 
     Returns:
-        All classes of the model, with the names and targets of the file.
+        All classes of the model, known ones too, with the new names, merges and drops.
 
     Raises:
         ConfigError: The file is invalid or belongs to another model. The message has
@@ -382,7 +417,7 @@ def read_edits(
     try:
         entries = ClassEdits.model_validate(tree).classes
         edits = _edits_by_index(entries, classes)
-        targets = _keep_names(edits, classes)
+        targets = _index_kept_names(edits, classes)
         edited = list(classes)
         for index, edit in edits.items():
             into = index if edit.action == "keep" else None
@@ -404,7 +439,11 @@ def read_edits(
 def _edits_by_index(
     entries: Sequence[ClassEdit], classes: Sequence[OutputClass]
 ) -> dict[int, ClassEdit]:
-    """Return the entry of every discovered class by its index.
+    """Return the entry of every discovered class in ``classes.yaml`` by its index.
+
+    Args:
+        entries: All entries of the file.
+        classes: All classes of the model.
 
     Raises:
         ValueError: A class has no entry or two, or an entry is of no discovered class.
@@ -426,14 +465,18 @@ def _edits_by_index(
     return edits
 
 
-def _keep_names(
+def _index_kept_names(
     edits: Mapping[int, ClassEdit], classes: Sequence[OutputClass]
 ) -> dict[str, int]:
-    """Return the index of every class that is kept, by name.
+    """Return the index of every known and every kept class by its name.
+
+    Args:
+        edits: The entry of each discovered class in ``classes.yaml``, by index.
+        classes: All classes of the model.
 
     Raises:
-        ValueError: Two of them have the same name, or names that people and some file
-            systems take for the same.
+        ValueError: Two of these classes have the same name, or names that differ only
+            in case or Unicode form.
     """
     targets = {c.name: c.index for c in classes if c.kind == "known"}
     alike = {folded(name): name for name in targets}
@@ -454,10 +497,15 @@ def _keep_names(
 def _find_target(
     edit: ClassEdit, targets: Mapping[str, int], edits: Mapping[int, ClassEdit]
 ) -> int:
-    """Return the index of the class that a class is merged into.
+    """Return the index of the class that an entry's action merges its class into.
+
+    Args:
+        edit: The entry in ``classes.yaml``, with the action "merge into NAME".
+        targets: The index of every known and every kept class, by name.
+        edits: The entry of each discovered class, by index.
 
     Raises:
-        ValueError: There is no such class, or it is merged or dropped itself.
+        ValueError: There is no class NAME, or it is merged or dropped itself.
     """
     wanted = edit.action.removeprefix(MERGE)
     if wanted in targets:
@@ -505,3 +553,49 @@ def rename_classes(
             )
         renamed[index] = replace(classes[index], name=new)
     return renamed
+
+
+def name_classes(
+    classes: Sequence[OutputClass], labels: Mapping[int, Mapping[str, int]]
+) -> tuple[list[OutputClass], list[str]]:
+    """Name discovered classes by the labels that people gave to their images.
+
+    A class gets the label of more than half of its labeled images. If that is the name
+    of another class, known or discovered, it is merged into that class; of several
+    discovered classes with one label, the one with the most such images is kept. A
+    class without such a label stays as it is.
+
+    Args:
+        classes: The present classes.
+        labels: Index of a class -> how many images that are predicted as this class
+            have which label.
+
+    Returns:
+        All classes with their new names and targets; and a line for each discovered
+        class with labeled images.
+    """
+    named, lines = list(classes), list[str]()
+    majority = dict[int, tuple[str, int]]()
+    for index, counts in labels.items():
+        if classes[index].kind == "novel" and classes[index].into == index:
+            name, num = Counter(counts).most_common(1)[0]
+            total = sum(counts.values())
+            share = f"{classes[index].name}: {num} of {total} labels are {name!r}"
+            if 2 * num > total:
+                majority[index] = composed(name), num
+                lines.append(share)
+            else:
+                lines.append(f"{share}, not more than half: unchanged")
+    kept = [c for c in classes if c.into == c.index and c.index not in majority]
+    target_of_name = {c.name: c.index for c in kept}
+    for index, (name, _) in sorted(
+        majority.items(), key=lambda item: (-item[1][1], item[0])
+    ):
+        target = target_of_name.setdefault(name, index)
+        # the name of a merged class is of no use, and may not be that of another one
+        new_name = name if target == index else classes[index].name
+        named[index] = replace(classes[index], name=new_name, into=target)
+    for c in classes:  # what was merged into a class follows it
+        if c.into in majority and c.into != c.index:
+            named[c.index] = replace(c, into=named[c.into].into)
+    return named, lines

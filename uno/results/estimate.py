@@ -1,4 +1,4 @@
-"""Estimate the number of novel classes from the known classes.
+"""Estimate the number of novel classes among unlabeled rows, from the known classes.
 
 The features of a frozen encoder are clustered as they are
 (:mod:`uno.clustering.num_classes`). A network that is trained on the images would know
@@ -68,12 +68,14 @@ Yields (position, ``function(*shared, items[position])``) for every item, in any
 def run_local(
     function: Callable[..., Any], shared: tuple[Any, ...], items: Sequence[Any]
 ) -> Results:
-    """Run independent tasks in this process, one after the other, see :data:`Tasks`.
+    """Call a function for several items in this process, one after the other.
+
+    It is one of the ways to run independent tasks, see :data:`Tasks`.
 
     Args:
         function: Called as ``function(*shared, item)``.
-        shared: The arguments that all tasks have in common.
-        items: One item for each task.
+        shared: The arguments that all calls have in common.
+        items: One item for each call.
 
     Returns:
         An iterator of (position of the item, result).
@@ -83,13 +85,16 @@ def run_local(
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of the estimate.
+    """The settings of the estimate of the number of novel classes.
 
-    The record ``estimate-classes-digits`` explains the defaults.
+    Some known classes, the probe classes, are held out of pretraining, and their rows
+    are clustered with the unlabeled ones. The rows of some probe classes, the anchors,
+    are fixed to one cluster each. The record ``estimate-classes-digits`` explains the
+    defaults.
 
     Attributes:
-        num_splits: Number of splits of the known classes. An encoder is pretrained for
-            each.
+        num_splits: Number of splits of the known classes into probe classes and others.
+            An encoder is pretrained for each.
         max_novel: Largest number of novel classes that is tried; None for the number of
             known classes, at least 10.
         num_roles: Number of choices of anchors in a split.
@@ -98,7 +103,8 @@ class Settings:
         variance: Share of the variance that the whitened directions explain.
         dtc_ratio: For DTC's estimate, the size above which a cluster counts, as a share
             of the largest cluster (as in DTC, which has 0.3 for ImageNet).
-        quantile: Share of the votes that may lie below the interval, and above it.
+        quantile: Each choice of anchors votes for a number of classes. This is the
+            share of the votes that may lie below the interval, and above it.
         max_rows: Largest number of unlabeled rows, and of labeled rows, to cluster.
         silhouette_rows: Largest number of rows for the silhouette.
     """
@@ -116,11 +122,12 @@ class Settings:
 
 
 class Split(NamedTuple):
-    """The known classes of one split, as sorted indices.
+    """A split of the known classes for one pretraining, as sorted class indices.
 
     Attributes:
         pretrain: The classes with which the encoder is pretrained.
-        probe: The classes that are held out.
+        probe: The classes that are held out of pretraining, to judge clusterings by
+            them.
     """
 
     pretrain: tuple[int, ...]
@@ -128,7 +135,7 @@ class Split(NamedTuple):
 
 
 class Features(NamedTuple):
-    """The rows of a split that are clustered.
+    """The features of the rows that are clustered for one split of the known classes.
 
     Attributes:
         points: Whitened features of length one, (N, D).
@@ -218,15 +225,16 @@ def estimate_num_novel(
     after an interruption, and returns the stored estimate at once if it is finished.
 
     Args:
-        config: The configuration of the run.
+        config: The configuration of the run. If ``model.finetune`` is "none", the
+            features of the frozen encoder are clustered, and nothing is pretrained.
         train: The training rows, on the host. Its ``num_novel`` is not read.
         known: The names of the known classes, by index.
         storage: The directory of the run.
         device: The device of pretraining and clustering.
         settings: The settings of the estimate, by default ``Settings()``.
-        tasks: Runs pretraining and clustering, in this process or elsewhere. The
-            results do not depend on where.
-        report: Takes a line of text after each pretrained split.
+        tasks: Runs pretraining and clustering, in this process or elsewhere, see
+            :data:`Tasks`. The results do not depend on where.
+        report: Takes a line of text after each pretrained encoder.
 
     Raises:
         ConfigError: There are too few known classes or unlabeled rows.
@@ -310,7 +318,8 @@ def estimate_frozen(
         config: The configuration of the run.
         train: The training rows, with features float32 (N, V, D). The first view is
             used.
-        storage: The directory in which the estimate is stored, or found.
+        storage: The directory with ``estimate.json``. If the file holds an estimate
+            from the same data and settings, it is returned; otherwise it is written.
         settings: Its ``max_novel`` is the largest number that is considered. Nothing
             else is read.
     """
@@ -343,7 +352,15 @@ def estimate_frozen(
 
 
 def read_estimate(storage: Storage, key: str) -> Estimate | None:
-    """Return the stored estimate; None if it is missing, damaged or has another key."""
+    """Read the stored estimate of the number of novel classes.
+
+    Args:
+        storage: The directory with ``estimate.json``.
+        key: The hash of everything that the estimate depends on.
+
+    Returns:
+        The estimate; None if it is missing, damaged or has another key.
+    """
     if storage.exists(ESTIMATE_FILE):
         with suppress(ValueError, TypeError, AttributeError):
             stored = parse_json(storage.read(ESTIMATE_FILE, MAX_STATE_BYTES))
@@ -362,16 +379,18 @@ def _combine(
 ) -> Estimate:
     """Combine the scores of all splits and numbers of clusters into the estimate.
 
-    The estimate is the k with the largest mean F1 score. Each choice of anchors votes
-    for its own best k, and the interval comes from the votes.
+    The estimate is the k with the largest F1 score, averaged over splits and choices of
+    anchors. Each choice of anchors votes for its own best k, and the interval comes
+    from the votes. Anchors are held-out known classes whose rows are fixed to clusters.
 
     Args:
         splits: The splits of the known classes.
         ks: The numbers of novel classes that were tried, ascending from 0.
-        scores: The scores of each split and k.
+        scores: The scores for each split index and k, one mapping for each choice of
+            anchors, see :func:`score_clusters`.
         known: The names of the known classes, by index.
         settings: The settings of the estimate.
-        key: The hash to store.
+        key: The hash of everything that the estimate depends on, to store.
     """
     described: list[dict[str, Any]] = []
     for i, split in enumerate(splits):
@@ -400,6 +419,13 @@ def _combine(
 
     # mean number of clusters with more unlabeled rows than a share of the largest one
     def large(k: int, ratio: float) -> float:
+        """Return the mean number of large clusters, by their unlabeled rows.
+
+        Args:
+            k: The number of novel classes.
+            ratio: A cluster is large if it has more than this share of the rows of the
+                largest cluster.
+        """
         sizes = [
             role["sizes"]
             for i in range(len(splits))
@@ -432,10 +458,10 @@ def _combine(
 
 
 def interval(votes: Sequence[int], quantile: float) -> tuple[int, int]:
-    """Return the interval that leaves out a share of the votes on either side.
+    """Return the interval of votes that leaves out a share of them on either side.
 
     Args:
-        votes: The best number of novel classes of each choice of anchors.
+        votes: Numbers of novel classes, one vote each.
         quantile: The share of the votes below and above the interval, 0-0.5.
 
     Returns:
@@ -446,7 +472,7 @@ def interval(votes: Sequence[int], quantile: float) -> tuple[int, int]:
 
 
 def suggest(num_novel: int, low: int, high: int) -> int:
-    """Return the number of novel classes to train with.
+    """Return the number of novel classes to train with, from the estimated interval.
 
     One class too few costs more than one too many, because it merges two classes that
     nobody separates again. So this is ``high``. If ``high`` exceeds twice ``low``, it
@@ -471,9 +497,10 @@ def largest_best(curve: Sequence[float]) -> int:
 def class_splits(classes: Sequence[int], num_splits: int, seed: int) -> list[Split]:
     """Draw different splits of the known classes into pretraining and probe classes.
 
-    A quarter of the classes are probe classes (the paper has 20 of 80), but at least 4.
-    Of fewer than 7 classes, all but 2 are probe classes; otherwise at least 3 remain to
-    pretrain on. Every class is a probe class about equally often.
+    Probe classes are held out of pretraining. A quarter of the classes are probe
+    classes (the paper has 20 of 80), but at least 4. Of fewer than 7 classes, all but 2
+    are probe classes; otherwise at least 3 remain to pretrain on. Every class is a
+    probe class about equally often.
 
     Args:
         classes: The indices of the known classes, at least 4.
@@ -500,8 +527,9 @@ def anchor_choices(
 ) -> list[tuple[int, ...]]:
     """Return different choices of the probe classes that are anchors.
 
-    The rows of an anchor are fixed to one cluster. The other probe classes of a choice
-    validate the clusters.
+    Probe classes are known classes that were held out of pretraining. The rows of an
+    anchor are fixed to one cluster. The other probe classes of a choice validate the
+    clusters.
 
     Args:
         split: The split with the probe classes.
@@ -531,17 +559,19 @@ def anchor_choices(
 def pretrain_split(
     train: TrainSet, settings: Settings, device: str, job: tuple[Split, Config, str]
 ) -> Features:
-    """Pretrain an encoder on the classes of a split, and compute features to cluster.
+    """Pretrain an encoder on some of the known classes, and compute features with it.
 
     The features belong to the rows that pretraining has no labels for: unlabeled rows
-    and rows of probe classes. In the GCD setting they belong to all rows. They are
-    stored in the folder of the split, and read from there if they exist.
+    and rows of probe classes, the known classes that are held out. In the GCD setting
+    they belong to all rows. They are stored in the folder of the split, and read from
+    there if they exist.
 
     Args:
         train: The training rows, on the host.
         settings: The settings of the estimate.
         device: The device of pretraining.
-        job: The split, the configuration of its pretraining, and the URI of its folder.
+        job: The split of the known classes, the configuration of its pretraining, and
+            the URI of its folder.
 
     Returns:
         The whitened features, of length one, of at most ``max_rows`` labeled and as
@@ -600,7 +630,8 @@ def _sample_rows(labels: Tensor, max_rows: int, seed: int) -> Tensor:
     """Draw rows at random, with the same limit for every class.
 
     Args:
-        labels: Class of each row, int64 (N,). Unlabeled rows all have the same value.
+        labels: Class of each row, int64 (N,). Unlabeled rows all have the same value,
+            and count as one class.
         max_rows: The limit of a class is this number divided by the number of classes,
             but at least 1.
         seed: The seed of the draw.
@@ -721,7 +752,7 @@ def _digest(*parts: Any) -> str:
 def _fingerprint(train: TrainSet) -> str:
     """Return a hash of the images and labels of the training rows, as hexadecimal text.
 
-    Nothing else can influence the estimate through the data.
+    The estimate depends on nothing else of the data.
     """
     total = hashlib.sha256()
     for rows in (train.labels, train.labeled_images, train.unlabeled_images):

@@ -1,6 +1,7 @@
-"""Evaluation of a trained run (paper Sec. 4.1).
+"""Compute the metrics of a trained run (paper Sec. 4.1).
 
-Every worker counts its rows, the counts are added up, and clusters are matched once.
+Every worker counts its rows by true class and output, the counts are added up, and
+clusters are matched to classes once.
 """
 
 from __future__ import annotations
@@ -56,11 +57,12 @@ def evaluate_run(
 ) -> dict[str, float]:
     """Evaluate a trained run, and return its metrics as fractions by key.
 
-    The metrics are those of all protocols on both splits, the baselines, and the signs
-    of :mod:`uno.results.trust`. All workers call this function, each evaluates a share
-    of the rows, and all get the same metrics. If no class was merged or dropped, the
-    heads are aligned, and rank 0 writes ``alignment.json`` for
-    :func:`~uno.results.infer.save_model`.
+    The metrics are those of all protocols on both splits, the baselines, and the
+    measures of :mod:`uno.results.trust`, which need no labels of novel classes. All
+    workers call this function, each evaluates a share of the rows, and all get the same
+    metrics. If no class was merged or dropped, rank 0 writes ``alignment.json`` for
+    :func:`~uno.results.infer.save_model`: which clusters of different heads are the
+    same class.
 
     Args:
         config: The configuration of the run.
@@ -131,10 +133,13 @@ def evaluate_run(
 class Edits(NamedTuple):
     """The merged and dropped classes of a model, and the alignment of its heads.
 
+    A user merges and drops discovered classes, see :mod:`uno.results.classes`.
+
     Attributes:
         classes: The output classes.
-        alignment: For each head and each cluster of the best head the corresponding
-            cluster, int64 (H, K); None if it is not known.
+        alignment: Which clusters of different heads are the same class: for each head
+            and each cluster of the best head the corresponding cluster, int64 (H, K);
+            None if it is not known.
     """
 
     classes: list[OutputClass]
@@ -155,7 +160,8 @@ def read_edits(storage: Storage) -> Edits | None:
     """Read the merged and dropped classes of a run's model.
 
     Returns:
-        The classes and the alignment; None if there is no model yet, or no class was
+        The classes, and the matching of the heads' outputs to classes; None if there is
+        no model yet, or no class was
         merged or dropped.
     """
     if not storage.exists(CLASSES_FILE):
@@ -275,20 +281,21 @@ def count_outputs(
     edits: Edits | None = None,
     num_kinds: int = 1,
 ) -> list[Confusions]:
-    """Count the outputs of a model over the rows of all workers.
+    """Count the rows of all workers by true class and output of a model.
 
     Every worker calls this function with its own batches, of any number.
 
     Args:
         model: The model in eval mode, not its DDP wrapper.
         config: The configuration of the run.
-        batches: Images uint8 (b, 3, S, S), or features of a frozen encoder, and int64
-            (b,): -1 for rows that are not counted, or t + k * ``num_true`` for the true
-            class t and the kind k.
+        batches: Images uint8 (b, 3, S, S), or features of a frozen encoder, and a code
+            for each row, int64 (b,). The code is -1 for rows that are not counted, or t
+            + k * ``num_true`` for the true class t and the kind of row k.
         num_true: The number of known and novel classes.
         edits: The merged and dropped classes. If they are given, the outputs are those
             of the predictions.
-        num_kinds: The number of kinds of rows that are counted separately.
+        num_kinds: The number of kinds of rows that are counted separately, such as 2
+            for unlabeled (k = 0) and labeled rows (k = 1).
 
     Returns:
         The counts of each kind, summed over all workers.
@@ -343,7 +350,7 @@ def protocol_metrics(
         ]
         for key in heads[best_head]:
             group, metric = key.split("/")
-            result |= _of_heads(
+            result |= _average_and_best(
                 heads, key, f"{split}/{group}/{name}/{metric}", best_head
             )
     num_clusters = novel.shape[2] if edits is None else edits.num_novel
@@ -386,14 +393,16 @@ def gcd_metrics(
     ]
     result: dict[str, float] = {}
     for name in heads[best_head]:
-        result |= _of_heads(heads, name, f"{split}/unlabeled/gcd/{name}", best_head)
+        result |= _average_and_best(
+            heads, name, f"{split}/unlabeled/gcd/{name}", best_head
+        )
     return result
 
 
-def _of_heads(
+def _average_and_best(
     heads: list[dict[str, float]], key: str, path: str, best_head: int
 ) -> dict[str, float]:
-    """Return the mean of a metric over the heads, and its value for the best head.
+    """Return one metric as the mean over the heads, and as the value of the best head.
 
     Args:
         heads: The metrics of each head, by name.

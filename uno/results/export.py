@@ -1,4 +1,4 @@
-"""Export of a trained model for other tools, and its model card.
+"""Export a trained model as a file for other tools, and describe it in a model card.
 
 The formats are the encoder's weights, a self-contained PyTorch program, and ONNX. Each
 file is loaded again and compared with the model before it is returned. Only ONNX is
@@ -42,11 +42,12 @@ CHECK_ROWS = (1, 3, 8)
 
 
 def export(model: Classifier, format: str) -> bytes:
-    """Return a model as the content of a file.
+    """Return a model as the content of a file in one of three formats.
 
     Args:
         model: The model.
-        format: A format of :data:`FORMATS`: "encoder", "pt2" or "onnx".
+        format: "encoder" for the encoder's weights as safetensors, "pt2" for a program
+            of ``torch.export``, or "onnx".
 
     Raises:
         ConfigError: The format is unknown, a package is missing, or the encoder of a
@@ -57,7 +58,9 @@ def export(model: Classifier, format: str) -> bytes:
         raise ConfigError(
             f"unknown format {format!r}; choose from {', '.join(FORMATS)}"
         )
-    return {"encoder": _encoder, "pt2": _pt2, "onnx": _onnx}[format](model)
+    return {"encoder": _export_encoder, "pt2": _export_pt2, "onnx": _export_onnx}[
+        format
+    ](model)
 
 
 def can_check_onnx() -> bool:
@@ -138,7 +141,7 @@ def _one_head(model: Classifier, head: int) -> UnoModel:
     return alone.eval().requires_grad_(False)
 
 
-def _encoder(model: Classifier) -> bytes:
+def _export_encoder(model: Classifier) -> bytes:
     """Return the encoder's weights as safetensors, under the keys of its library.
 
     The weights are loaded into a new encoder, and its features of random images are
@@ -172,7 +175,7 @@ def _encoder(model: Classifier) -> bytes:
     return data
 
 
-def _pt2(model: Classifier) -> bytes:
+def _export_pt2(model: Classifier) -> bytes:
     """Return the model as a program of ``torch.export``, for images or vectors.
 
     The program is loaded again, and its probabilities for random inputs are compared
@@ -182,17 +185,17 @@ def _pt2(model: Classifier) -> bytes:
         NumericsError: The program computes other probabilities than the model.
     """
     exported, stream = (
-        torch.export.export(Program(model), **_traced(model)),
+        torch.export.export(Program(model), **_trace_arguments(model)),
         io.BytesIO(),
     )
-    torch.export.save(exported, stream, extra_files=_facts(model))
+    torch.export.save(exported, stream, extra_files=_metadata_of(model))
     data = stream.getvalue()
     program = torch.export.load(io.BytesIO(data)).module()
     _compare("pt2", model, program, lambda x: model.score(x).probabilities)
     return data
 
 
-def _onnx(model: Classifier) -> bytes:
+def _export_onnx(model: Classifier) -> bytes:
     """Return the model as ONNX, for images or vectors.
 
     The classes and the hash of the model are stored in it. If onnxruntime is installed,
@@ -210,8 +213,10 @@ def _onnx(model: Classifier) -> bytes:
             f"--format onnx needs the package {missing}: pip install onnx onnxscript"
             " onnxruntime"
         )
-    proto = to_onnx(Program(model), _input(model), "probabilities", **_traced(model))
-    for key, value in _facts(model).items():
+    proto = to_onnx(
+        Program(model), _input_name(model), "probabilities", **_trace_arguments(model)
+    )
+    for key, value in _metadata_of(model).items():
         proto.metadata_props.add(key=key, value=value)
     data = proto.SerializeToString()
     if can_check_onnx():
@@ -220,21 +225,26 @@ def _onnx(model: Classifier) -> bytes:
         session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
 
         def program(images: Tensor) -> Tensor:
+            """Compute the probabilities (B, C) of images with the exported file."""
             return torch.from_numpy(
-                session.run(None, {_input(model): images.numpy()})[0]
+                session.run(None, {_input_name(model): images.numpy()})[0]
             )
 
         _compare("onnx", model, program, lambda x: model.score(x).probabilities)
     return data
 
 
-def _input(model: Classifier) -> str:
-    """Return the name of the input in an exported file: "vectors" or "images"."""
+def _input_name(model: Classifier) -> str:
+    """Return the name of the input in an exported file: "vectors" or "images".
+
+    Args:
+        model: The model, which takes the one or the other.
+    """
     return "vectors" if model.config.model.takes_vectors else "images"
 
 
-def _traced(model: Classifier) -> dict[str, Any]:
-    """Return the keyword arguments with which the model is traced for an export.
+def _trace_arguments(model: Classifier) -> dict[str, Any]:
+    """Return the keyword arguments of ``torch.export.export`` for a model.
 
     Returns:
         "args", an example of two random inputs, and "dynamic_shapes", by which the
@@ -244,8 +254,8 @@ def _traced(model: Classifier) -> dict[str, Any]:
     return {"args": (_random_images(model, 2),), "dynamic_shapes": shapes}
 
 
-def _facts(model: Classifier) -> dict[str, str]:
-    """Return the facts about the model that an exported file holds.
+def _metadata_of(model: Classifier) -> dict[str, str]:
+    """Return the metadata that an exported file holds about the model.
 
     Returns:
         "classes.json", the output classes as JSON, and "model_hash".
@@ -257,16 +267,16 @@ def _facts(model: Classifier) -> dict[str, str]:
 def _compare(
     format: str,
     model: Classifier,
-    found: Callable[[Tensor], Tensor],
+    exported: Callable[[Tensor], Tensor],
     expected: Callable[[Tensor], Tensor],
 ) -> None:
     """Check that an exported file computes the same as the model on random inputs.
 
     Args:
-        format: The format, which decides the tolerance.
+        format: The format, "encoder", "pt2" or "onnx", which decides the tolerance.
         model: The model, which decides the shape of the inputs.
-        found: The function of the file. It takes images uint8 (B, 3, S, S), or vectors
-            float32 (B, D).
+        exported: The function of the file. It takes images uint8 (B, 3, S, S), or
+            vectors float32 (B, D).
         expected: The function of the model, with the same input.
 
     Raises:
@@ -275,7 +285,7 @@ def _compare(
     for num in CHECK_ROWS:
         images = _random_images(model, num)
         with torch.inference_mode():
-            one, other = found(images), expected(images)
+            one, other = exported(images), expected(images)
         difference = (
             float((one - other).abs().max())
             if one.shape == other.shape
@@ -292,7 +302,9 @@ def _compare(
 
 
 def _random_images(model: Classifier, num: int) -> Tensor:
-    """Return smooth random images, or random vectors if the model takes vectors.
+    """Return inputs on which an exported model is compared with the original.
+
+    They are smooth random images, or random vectors if the model takes vectors.
 
     Args:
         model: The model, which decides the shape.
@@ -315,11 +327,12 @@ def _random_images(model: Classifier, num: int) -> Tensor:
 def model_card(
     model: Classifier, facts: Mapping[str, Any], metrics: Mapping[str, float]
 ) -> str:
-    """Return the model card as Markdown.
+    """Return the model card, a description of a trained model, as Markdown.
 
     Args:
         model: The model.
-        facts: More facts about the run, such as hardware and dates, for the template.
+        facts: More facts about the run for the template: values by title, such as
+            "Data".
         metrics: The metrics of the run by key. A metric that is missing leaves its cell
             empty.
     """
@@ -363,6 +376,10 @@ def origin(net: ModelConfig) -> str:
 
     Args:
         net: The model section of the configuration.
+
+    Returns:
+        A text for the model card, such as "trained in this run from random
+        initialization".
     """
     if net.weights is None:
         library = net.encoder.partition(":")[0]

@@ -1,4 +1,4 @@
-"""Predictions for people: a CSV file, and copies of the images by class."""
+"""Write predictions for people: as a CSV file, and as copies of the images by class."""
 
 import codecs
 import re
@@ -28,7 +28,7 @@ MARK = f"{FOLDER}/made_from.json"
 GROUP = 64  # images that are read at a time
 
 
-def write_csv(storage: Storage) -> str:
+def write_csv(storage: Storage, target: Storage) -> str:
     """Write the predictions as ``predictions.csv`` for spreadsheets.
 
     All columns but the embedding are written. The file begins with a byte order mark,
@@ -37,19 +37,20 @@ def write_csv(storage: Storage) -> str:
 
     Args:
         storage: The directory with the predictions.
+        target: The directory of the file.
 
     Returns:
         The path of the file.
     """
-    output.delete_temporary_files_of(storage, CSV_FILE)
+    output.delete_temporary_files_of(target, CSV_FILE)
     schema = pa.schema(COLUMNS)
-    with storage.create(CSV_FILE) as stream:
+    with target.create(CSV_FILE) as stream:
         stream.write(codecs.BOM_UTF8)
         with pyarrow.csv.CSVWriter(stream, schema) as writer:
             for batch in read_batches(storage, [*COLUMNS]):
                 columns = [_without_formulas(column) for column in batch.columns]
                 writer.write_batch(pa.record_batch(columns, schema=schema))
-    return storage.below(CSV_FILE)
+    return target.below(CSV_FILE)
 
 
 def _without_formulas(column: pa.Array) -> pa.Array:

@@ -1,7 +1,8 @@
 """A trained model as a classifier: its scores, its files, and its aligned heads.
 
-The order is: scores of a batch, alignment of heads, saving and loading ``model/``, and
-scoring rows.
+Heads are aligned if it is known which of their clusters are the same class. The order
+is: scores of a batch, alignment of heads, saving and loading ``model/``, and scoring
+rows.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from uno.data.images import evenly_spaced
 from uno.data.output import read_mapping
 from uno.data.rows import Rows
 from uno.encoders.build import changed_code, code_of, require_encoder
-from uno.encoders.runtimes import choose_runtime
+from uno.encoders.runtimes import Runtime, choose_runtime
 from uno.errors import StorageError, one_line
 from uno.limits import MAX_STATE_BYTES
 from uno.model import Logits, UnoModel, build_network, forward
@@ -39,7 +40,6 @@ from uno.results.classes import (
     merge_outputs,
 )
 from uno.results.metrics import confusion, hungarian
-from uno.runs import hardware
 from uno.steps import with_prefix
 
 log = logging.getLogger(__name__)
@@ -73,15 +73,15 @@ encoder, they stand in the place of the pixels, float32 (b, D).
 
 
 class Scores(NamedTuple):
-    """The scores of B images.
+    """The predicted classes of B images, with scores.
 
     Attributes:
         class_index: The most probable class, int64 (B,). It may be a dropped class.
         probability: Probability of this class, (B,).
         margin: Difference to the probability of the second most probable class, (B,).
         entropy: Entropy of the probabilities in nats, (B,).
-        head_agreement: Share of the heads that predict this class, (B,); NaN if the
-            heads are not aligned.
+        head_agreement: Share of the heads that predict this class, (B,); NaN if it is
+            not known which clusters of different heads are the same class.
         known_probability: Sum of the probabilities of the known classes, (B,).
         probabilities: Probabilities of the C outputs after merges, float32 (B, C).
         features: Features of the encoder, float32 (B, D).
@@ -110,8 +110,9 @@ class Classifier:
         config: The configuration of the run that trained it.
         classes: The output classes, by index.
         best_head: The index of the head that predicts.
-        alignment: For each head and each cluster of the best head the corresponding
-            cluster, int64 (H, K); None if it is not known.
+        alignment: Which clusters of different heads are the same class: for each head
+            and each cluster of the best head the corresponding cluster, int64 (H, K);
+            None if it is not known.
         model_hash: Hash of the weights, the image transform and the temperature. The
             names of the classes do not change it.
         device: The device of the network.
@@ -149,9 +150,9 @@ class Classifier:
         return min(MAX_BATCH_ROWS, int(2 ** (fit.bit_length() - 1)))
 
     def to(self, device: torch.device | str) -> Classifier:
-        """Move the network to a device, and return the model with this device.
+        """Move the network to a device, and return the classifier with this device.
 
-        The network is moved, not copied, so this model moves, too.
+        The network is moved, not copied, so this classifier's network moves, too.
         """
         return replace(self, module=self.module.to(device), device=torch.device(device))
 
@@ -184,11 +185,12 @@ def score(
     """Compute the scores of B images from the logits of one view.
 
     Args:
-        logits: The cosines and the features of the images.
+        logits: The cosines of the images with the prototypes, and their features.
         temperature: The divisor of the cosines in the softmax.
         best_head: The index of the head that predicts.
         classes: The output classes, which may be merged.
-        alignment: The alignment of the heads, int64 (H, K), or None.
+        alignment: For each head and each cluster of the best head the corresponding
+            cluster, int64 (H, K), or None if it is not known.
 
     Returns:
         The scores. All H heads vote in ``head_agreement``, so it is at least 1 / H.
@@ -237,8 +239,9 @@ def class_probabilities(
         novel: Cosines with the prototypes of each head, (H, B, K).
         temperature: The divisor of the cosines, the same as in training.
         classes: The output classes, which may be merged.
-        alignment: If it is given, int64 (H, K), the clusters of each head are numbered
-            as the corresponding clusters of the best head.
+        alignment: For each head and each cluster of the best head the corresponding
+            cluster, int64 (H, K). The clusters of each head are then numbered as those
+            of the best head. None keeps the numbers of each head.
 
     Returns:
         Probabilities (H, B, C).
@@ -291,9 +294,7 @@ def align_heads(novel: Tensor, best_head: int) -> Tensor:
 def align_features(
     model: UnoModel, config: Config, best_head: int, features: Tensor
 ) -> Tensor:
-    """Align the heads of a model by features of unlabeled rows.
-
-    See :func:`align_heads`.
+    """Match the clusters of every head to those of the best head, by features of rows.
 
     Args:
         model: The network.
@@ -304,7 +305,8 @@ def align_features(
             evenly spaced, count.
 
     Returns:
-        The alignment, int64 (H, K) on the CPU.
+        For each head and each cluster of the best head the cluster matched to it, int64
+        (H, K) on the CPU, see :func:`align_heads`.
     """
     chosen = features[torch.from_numpy(evenly_spaced(SAMPLE_ROWS, len(features)))]
     found = []
@@ -317,14 +319,18 @@ def align_features(
 
 
 def _align(known: Tensor, novel: Tensor, best_head: int, setting: str | None) -> Tensor:
-    """Align the heads by the cosines of unlabeled rows, see :func:`align_heads`.
+    """Match the clusters of every head to those of the best head, by cosines of rows.
 
     Args:
-        known: Cosines with the known prototypes, (N, C_l).
+        known: Cosines of N unlabeled rows with the known prototypes, (N, C_l).
         novel: Cosines with the prototypes of each head, (H, N, K).
         best_head: The index of the best head.
         setting: In the setting "gcd" only rows that the best head assigns to a novel
             output count.
+
+    Returns:
+        For each head and each cluster of the best head the cluster matched to it, int64
+        (H, K), see :func:`align_heads`.
     """
     if setting == "gcd":  # rows of known classes have no novel cluster
         novel = novel[:, predicted_novel(known, novel, best_head)]
@@ -341,8 +347,8 @@ def save_model(
     """Write the files of a trained model to ``model/``.
 
     They are the configuration, the weights of the encoder under the keys of its
-    library, the weights of the heads, and the classes. If the evaluation has aligned
-    the heads, ``classes.json`` holds the alignment.
+    library, the weights of the heads, and the classes. If the evaluation has matched
+    the clusters of the heads, ``classes.json`` holds this alignment.
 
     Args:
         config: The configuration of the run.
@@ -419,7 +425,13 @@ def model_folder(storage: Storage) -> str:
 
 
 def read_model_files(storage: Storage) -> dict[str, bytes]:
-    """Read the files that make a model, and return their contents by name.
+    """Read the files that make a model, such as its weights and its classes.
+
+    Args:
+        storage: A run directory, or a copy of its folder ``model/``.
+
+    Returns:
+        The contents of :data:`MODEL_FILES` by name.
 
     Raises:
         StorageError: There is no model, or a file cannot be read or is too large.
@@ -435,15 +447,16 @@ def build_classifier(
     module: UnoModel | None = None,
     foreign: str | None = None,
 ) -> Classifier:
-    """Build a model from the contents of its files.
+    """Build a classifier from the contents of its files.
 
     Args:
         files: The contents of :data:`MODEL_FILES`, by name.
         device: The device of the model.
         module: The network that the files were written from. If it is not given, a
             network is built and the weights of the files are loaded.
-        foreign: The URI of a directory that other people may have written, for
-            :func:`~uno.encoders.build.require_encoder`; None for the own run.
+        foreign: The URI of a directory that other people may have written, whose code
+            is not trusted, see :func:`~uno.encoders.build.require_encoder`; None for
+            the own run.
 
     Raises:
         StorageError: The files are damaged or do not belong together.
@@ -510,8 +523,10 @@ def _load_network(
         files: The contents of the model's files, by name.
 
     Returns:
-        The network on the CPU. An error of the types ``DAMAGE`` is raised if the
-        weights do not fit.
+        The network on the CPU.
+
+    Raises:
+        Exception: One of :data:`DAMAGE`, if the weights are damaged or do not fit.
     """
     num_known = sum(c.kind == "known" for c in classes)
     module = build_network(config, num_known, len(classes) - num_known, seed=0)
@@ -549,7 +564,7 @@ def _model_hash(config: Config, files: Mapping[str, bytes]) -> str:
 
 
 def decoder(model: Classifier, rows: Rows, threads: int | None = None) -> Decode:
-    """Return the function that decodes rows for a model, in threads ahead of its use.
+    """Return a function that decodes the images of rows for a model, in threads.
 
     Args:
         model: The model, which decides the size of the images.
@@ -557,8 +572,9 @@ def decoder(model: Classifier, rows: Rows, threads: int | None = None) -> Decode
         threads: The number of threads, by default one for each core.
 
     Returns:
-        A function as described at :data:`Decode`. If a run has just computed the
-        features of its frozen encoder, it returns them in the place of pixels.
+        A function that takes batches of row numbers and yields their pixels, as
+        described at :data:`Decode`. If a run has just computed the features of its
+        frozen encoder, it yields them in the place of pixels.
     """
     how = Decoding.of(model.config.data)
     return partial(decoded, rows.images, size=model.size, threads=threads, how=how)
@@ -585,7 +601,7 @@ def accelerated_encoder(
     plan = None if vectors else choose_runtime(config, model.device)
     encoder = model.module.encoder
     if plan is not None:
-        model.module.encoder = hardware.at_speed(encoder, plan, threads)
+        model.module.encoder = Runtime(encoder, plan, threads)
     try:
         yield
     finally:
@@ -599,8 +615,9 @@ def score_rows(
 
     Args:
         model: The model.
-        decode: Decodes batches of rows.
-        batches: Row numbers of each batch, at most ``model.batch_rows``.
+        decode: Decodes the images of batches of row numbers, see :data:`Decode`.
+        batches: Row numbers of each batch, int64 (b,), with b at most
+            ``model.batch_rows``.
 
     Yields:
         The row numbers (b,); for each row why it could not be read, or None; and the
@@ -622,7 +639,7 @@ def sample_logits(
 
     Args:
         model: The model.
-        decode: Decodes batches of rows.
+        decode: Decodes the images of batches of row numbers, see :data:`Decode`.
         rows: Row numbers, int64 (N,).
         limit: The largest number of rows in the sample, which is evenly spaced.
 

@@ -204,10 +204,11 @@ def class_recall(right: Counts, sizes: Counts, part: str = "all") -> float:
 
 
 def _best_recall(part: str, counts: Counts) -> float:
-    """Return :func:`class_recall` under the best matching of classes and outputs.
+    """Return the mean recall of classes under the best matching to outputs, 0-1.
 
     Args:
-        part: "all", "small" or "large".
+        part: "all" classes, or the third of them with the fewest ("small") or the most
+            ("large") rows, see :func:`class_recall`.
         counts: Counts of rows by class and output, (R, P), with at least one row.
     """
     return class_recall(
@@ -219,7 +220,8 @@ class Metric(NamedTuple):
     """A metric of how well clusters agree with classes.
 
     Attributes:
-        of: Computes the metric from counts (R, P) with at least one row.
+        of: Computes the metric from counts of rows by class and cluster, (R, P), with
+            at least one row.
         label: The name for people.
         meaning: What the metric measures, for people.
         is_share: Whether the metric is a share of rows. Then rows at none of the
@@ -231,9 +233,6 @@ class Metric(NamedTuple):
     label: str
     meaning: str
     is_share: bool = False
-    """Of rows: those on no cluster count as wrong. Without it rejected rows are left
-    out, and novel rows that are taken for known ones are one cluster more.
-    """
 
 
 PARTS = {"balanced": "all", "recall_small": "small", "recall_large": "large"}
@@ -315,13 +314,14 @@ def chance_accuracy(
 
 
 class Matched(NamedTuple):
-    """The rows that are correct under a protocol.
+    """The rows that are correct under an evaluation protocol.
 
     Attributes:
-        known: Number of correct known rows.
+        known: Number of correct rows of known classes.
         novel: Number of correct rows of each novel class, (C_u,).
-        clusters: Novel rows by class and cluster, (C_u, P), for the other metrics.
-        others: Rows of each novel class at none of these clusters, (C_u,); None if the
+        clusters: Rows of novel classes by class and output, (C_u, P), for the other
+            metrics such as NMI. The protocol decides which P outputs these are.
+        others: Rows of each novel class at none of these outputs, (C_u,); None if the
             protocol has no such rows.
     """
 
@@ -334,28 +334,36 @@ class Matched(NamedTuple):
 def task_aware(joint: Counts, num_known: int) -> Matched:
     """Count correct rows, given whether the class of each row is known or novel.
 
-    Known rows choose among the known outputs, and novel rows among the novel outputs,
-    which are matched to the novel classes.
+    Rows of known classes choose among the known outputs. Rows of novel classes choose
+    among the novel outputs, which are matched to the novel classes.
 
     Args:
-        joint: Counts (C_l + C_u, C_l + K) of rows that have chosen in this way. Only
-            known rows at known outputs and novel rows at novel outputs are read.
+        joint: Counts of rows by class and output, (C_l + C_u, C_l + K), for C_l known
+            and C_u novel classes and K novel outputs, known ones first. Only known rows
+            at known outputs and novel rows at novel outputs are read.
         num_known: The number of known classes C_l.
+
+    Returns:
+        The correct rows; its ``clusters`` are the novel outputs.
     """
     known, novel = joint[:num_known, :num_known], joint[num_known:, num_known:]
     return Matched(np.trace(known), matched_counts(novel, hungarian(novel)), novel)
 
 
 def task_agnostic_official(joint: Counts, num_known: int) -> Matched:
-    """Count correct rows as the authors' code does.
+    """Count correct rows as the code of the paper's authors does.
 
     Every row chooses among all outputs. Known rows must be at the output of their
     class. A novel class may be matched to any output, even to a known one, which is
     lenient.
 
     Args:
-        joint: Counts (C_l + C_u, C_l + K).
+        joint: Counts of rows by class and output, (C_l + C_u, C_l + K), for C_l known
+            and C_u novel classes and K novel outputs, known ones first.
         num_known: The number of known classes C_l.
+
+    Returns:
+        The correct rows; its ``clusters`` are all outputs.
     """
     novel = joint[num_known:]
     return Matched(
@@ -370,8 +378,12 @@ def task_agnostic_joint(joint: Counts, num_known: int) -> Matched:
     of known rows may differ from that under the other protocols.
 
     Args:
-        joint: Counts (C_l + C_u, C_l + K).
+        joint: Counts of rows by class and output, (C_l + C_u, C_l + K), for C_l known
+            and C_u novel classes and K novel outputs, known ones first.
         num_known: The number of known classes C_l.
+
+    Returns:
+        The correct rows; its ``clusters`` are all outputs.
     """
     matched = matched_counts(joint, joint_matching(joint, num_known))
     return Matched(matched[:num_known].sum(), matched[num_known:], joint[num_known:])
@@ -386,8 +398,13 @@ def task_agnostic_strict(joint: Counts, num_known: int) -> Matched:
     different known classes.
 
     Args:
-        joint: Counts (C_l + C_u, C_l + K).
+        joint: Counts of rows by class and output, (C_l + C_u, C_l + K), for C_l known
+            and C_u novel classes and K novel outputs, known ones first.
         num_known: The number of known classes C_l.
+
+    Returns:
+        The correct rows; its ``clusters`` are the novel outputs, and ``others`` counts
+        the novel rows at known outputs.
     """
     found, absorbed = (
         joint[num_known:, num_known:],
@@ -404,7 +421,8 @@ def joint_matching(joint: Counts, num_known: int) -> Counts:
     accuracies of known and of novel rows are determined by the counts.
 
     Args:
-        joint: Counts (C_l + C_u, C_l + K).
+        joint: Counts of rows by class and output, (C_l + C_u, C_l + K), for C_l known
+            and C_u novel classes and K novel outputs, known ones first.
         num_known: The number of known classes C_l.
 
     Returns:
@@ -416,10 +434,11 @@ def joint_matching(joint: Counts, num_known: int) -> Counts:
 
 
 class Protocol(NamedTuple):
-    """An evaluation protocol.
+    """An evaluation protocol: which predictions count as correct.
 
     Attributes:
-        of: Computes the correct rows from joint counts (C_l + C_u, C_l + K) and C_l.
+        of: Computes the correct rows from counts of rows by class and output, (C_l +
+            C_u, C_l + K), and the number C_l of known classes.
         label: The name for people.
         meaning: What the protocol counts, for people.
     """
@@ -472,10 +491,11 @@ def scores(
 
     Args:
         protocol: One of the protocols, such as :func:`task_aware`.
-        joint: Counts (C_l + C_u, C_l + K).
+        joint: Counts of rows by class and output, (C_l + C_u, C_l + K), for C_l known
+            and C_u novel classes and K novel outputs, known ones first.
         num_known: The number of known classes C_l.
-        dropped: Outputs whose rows are rejected. Shares of rows count these as wrong,
-            NMI and ARI leave them out.
+        dropped: Indices of outputs that the user has dropped. Their rows are rejected:
+            shares of rows count these as wrong, NMI and ARI leave them out.
 
     Returns:
         "known/acc", "novel/NAME" for every name of :data:`METRICS`, and "all/acc", the
@@ -492,7 +512,7 @@ def scores(
     result = {"known/acc": float(found.known / num_old)} if num_old else {}
     if num_new:
         result |= {
-            f"novel/{name}": _of_novel(metric, found, num_new)
+            f"novel/{name}": _score_novel_rows(metric, found, num_new)
             for name, metric in METRICS.items()
         }
         # these count all novel rows, under the protocol's own matching
@@ -509,12 +529,13 @@ def scores(
     return result
 
 
-def _of_novel(metric: Metric, found: Matched, num_rows: int) -> float:
-    """Compute a metric of the novel rows; 0 if all of them are rejected.
+def _score_novel_rows(metric: Metric, found: Matched, num_rows: int) -> float:
+    """Compute a metric of the rows of novel classes; 0 if all of them are rejected.
 
     Args:
         metric: The metric.
-        found: The correct rows under a protocol.
+        found: The correct rows under a protocol, and the novel rows by class and
+            output.
         num_rows: The number of novel rows, with rejected ones, for shares of rows.
     """
     counts = found.clusters
@@ -538,9 +559,10 @@ def generalized(
     :func:`task_agnostic_joint`.
 
     Args:
-        joint: Counts of unlabeled rows, (C_l + C_u, C_l + K).
+        joint: Counts of unlabeled rows by class and output, (C_l + C_u, C_l + K), for
+            C_l known and C_u novel classes and K novel outputs, known ones first.
         num_known: The number of known classes C_l.
-        dropped: Outputs whose rows are rejected, and so wrong.
+        dropped: Indices of outputs that the user has dropped. Their rows are wrong.
 
     Returns:
         The accuracy of "all" unlabeled rows, of "old" ones (known classes) and "new"

@@ -1,4 +1,4 @@
-"""Predictions: a data set of Parquet files, with one row for each input, in order.
+"""The predicted classes of rows as a data set of Parquet files, in order.
 
 The folder ``predictions/`` has one file for each partition of the rows, which appears
 when it is complete, and a JSON file that says what the predictions are made from. The
@@ -85,7 +85,7 @@ class Summary(NamedTuple):
     """The numbers of rows of complete predictions, where ``ok + bad = rows``.
 
     Attributes:
-        path: The path of the folder.
+        path: The path of the folder ``predictions``.
         rows: The number of rows.
         ok: The number of rows with a prediction.
         bad: The number of rows that could not be read.
@@ -98,11 +98,13 @@ class Summary(NamedTuple):
 
 
 def partition_rows(num_rows: int) -> int:
-    """Return the number of rows of a partition, a power of two.
+    """Return the number of rows that one Parquet file of predictions holds.
+
+    It is a power of two between :data:`MIN_PART_ROWS` and :data:`MAX_PART_ROWS`.
 
     Args:
         num_rows: The number of all rows. With enough rows there are at least
-            :data:`NUM_PARTITIONS` partitions.
+            :data:`NUM_PARTITIONS` files.
     """
     power = max(1, num_rows // NUM_PARTITIONS).bit_length() - 1
     return min(max(2**power, MIN_PART_ROWS), MAX_PART_ROWS)
@@ -113,7 +115,7 @@ class InputSpec(NamedTuple):
 
     Attributes:
         size: The side of the square images in pixels.
-        chunk_rows: The number of images to decode at once.
+        chunk_rows: The number of images to decode at once, see :class:`Chunk`.
         decoding: How the images are resized and scaled to 8 bits.
     """
 
@@ -127,8 +129,8 @@ class InputSpec(NamedTuple):
 
         Args:
             model: The model.
-            part_rows: The number of rows of a partition. At most 64 MiB of pixels are
-                decoded at once.
+            part_rows: The number of rows of a partition, the rows of one Parquet file.
+                At most 64 MiB of pixels are decoded at once.
         """
         fit = max(1, BATCH_BYTES // (3 * model.size**2))
         rows = min(part_rows, 2 ** (fit.bit_length() - 1))
@@ -136,10 +138,10 @@ class InputSpec(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Rows that are decoded at once.
+    """Rows that follow each other, whose images are decoded at once.
 
     Attributes:
-        first: The number of the first row in the table. The others follow it.
+        first: The number of the first row among all rows to predict.
         ids: The ids of the rows.
         images: The images of the rows, not decoded yet.
     """
@@ -155,17 +157,18 @@ def predict_rows(
     threads: int | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Summary:
-    """Classify the rows that are not written yet in this process, and finish the table.
+    """Classify in this process the rows that a writer still lacks, and write them.
 
     Args:
         model: The model.
-        writer: The writer of the table. It has the rows and the missing partitions.
+        writer: Holds the rows, and writes the Parquet files that are missing.
         threads: The number of threads that decode ahead, by default one for each core.
         on_progress: Called with (number of rows done, number of all rows) after a
             batch.
 
     Returns:
-        The numbers of rows of the finished table.
+        The numbers of all, readable and unreadable rows, and the path of the
+        predictions.
     """
     how, data = InputSpec.of(model, writer.part_rows), writer.data
     parts = (np.array(writer.rows_of(number)) for number in writer.missing)
@@ -187,12 +190,12 @@ def predict_rows(
 def split_chunks(
     ids: pa.Array, images: Images, first: int, how: InputSpec
 ) -> Iterator[Chunk]:
-    """Divide a partition into chunks.
+    """Divide the rows of a partition into chunks, whose images are decoded at once.
 
     Args:
-        ids: The ids of its n rows.
-        images: The images of its n rows.
-        first: The number of its first row in the table.
+        ids: The ids of the n rows of the partition.
+        images: The images of these rows.
+        first: The number of the partition's first row among all rows.
         how: The form in which the model takes images.
 
     Yields:
@@ -207,7 +210,7 @@ def split_chunks(
 def decode_chunk(
     chunk: Chunk, how: InputSpec, threads: int | None = None
 ) -> tuple[pa.Table, Tensor]:
-    """Decode the images of a chunk.
+    """Decode the images of a chunk of rows.
 
     Args:
         chunk: The chunk, with n rows.
@@ -215,10 +218,10 @@ def decode_chunk(
         threads: The number of threads, by default one for each core.
 
     Returns:
-        A table with the columns row, id, uri and reason (why the image could not be
-        read, or null), and the pixels uint8 (n, 3, S, S). If a run has just computed
-        the features of its frozen encoder, they stand in the place of the pixels, (n,
-        D).
+        A table with the columns row (its number), id, uri and reason (why the image
+        could not be read, or null), and the pixels uint8 (n, 3, S, S). If a run has
+        just computed the features of its frozen encoder, they stand in the place of the
+        pixels, (n, D).
     """
     rows = np.arange(len(chunk.ids))
     ready = chunk.images.prepared(rows)
@@ -239,16 +242,16 @@ def decode_chunk(
 def classify(
     model: Classifier, facts: pa.Table, pixels: Tensor, embedding: bool
 ) -> Iterator[pa.Table]:
-    """Classify a decoded chunk, batch by batch.
+    """Classify the rows of a decoded chunk, batch by batch.
 
     Args:
         model: The model.
-        facts: The table of :func:`decode_chunk`.
-        pixels: The pixels or features of the rows.
+        facts: The table of the n rows from :func:`decode_chunk`.
+        pixels: The pixels or features of these rows, uint8 (n, 3, S, S) or (n, D).
         embedding: Whether to add the features as the column "embedding".
 
     Yields:
-        The table of a batch with the scores, see :func:`result_table`.
+        The table of each batch with its scores, see :func:`result_table`.
     """
     ok = ok_mask(facts["reason"].to_pylist())
     for start in range(0, len(facts), model.batch_rows):
@@ -261,17 +264,18 @@ def classify(
 def result_table(
     facts: pa.Table, ok: np.ndarray, scores: Scores | None, embedding: bool
 ) -> pa.Table:
-    """Add the scores of a batch to the table of its rows.
+    """Add the scores of a batch as columns to the table of its rows.
 
     Args:
-        facts: The rows of the batch, b of them.
+        facts: The table of the b rows, with the columns of :func:`decode_chunk`.
         ok: Which rows could be read, bool (b,).
         scores: The scores of the readable rows in order; None if there are none.
         embedding: Whether to add the features as the column "embedding".
 
     Returns:
-        The table with the columns class_index and :data:`~uno.results.infer.NUMBERS`.
-        They are null for rows that could not be read, and where a number is NaN.
+        The table with the columns class_index and :data:`~uno.results.infer.NUMBERS`,
+        such as probability and entropy. They are null for rows that could not be read,
+        and where a number is NaN.
     """
     for name in ("class_index", *NUMBERS):
         values = np.zeros(len(ok), np.int32 if name == "class_index" else np.float32)
@@ -291,12 +295,13 @@ def result_table(
 
 
 class PartWriter(NamedTuple):
-    """Writes the files of partitions, in any process.
+    """Writes the Parquet files of partitions of the predictions, in any process.
 
     Attributes:
         classes: The output classes of the model.
-        identity: What the predictions are made from, with the keys of
-            :data:`DIFFERENCES`. It is stored in the metadata of each file.
+        identity: What the predictions are made from, such as the hashes of the model
+            and of the data, with the keys of :data:`DIFFERENCES`. It is stored in the
+            metadata of each file.
     """
 
     classes: list[OutputClass]
@@ -304,20 +309,20 @@ class PartWriter(NamedTuple):
 
     @property
     def schema(self) -> pa.Schema:
-        """The schema of the predictions, with "embedding" if asked for."""
+        """The Arrow schema of the predictions, with "embedding" if it was asked for."""
         columns = COLUMNS | (
             {"embedding": EMBEDDING} if self.identity["embedding"] else {}
         )
         return pa.schema(columns, {METADATA: json.dumps(self.identity).encode()})
 
     def write(self, storage: Storage, number: int, results: pa.Table) -> None:
-        """Write the file of a partition.
+        """Write the Parquet file of a partition.
 
         The columns class_name, kind, status and model_hash are added.
 
         Args:
             storage: The directory of the predictions.
-            number: The number of the partition.
+            number: The number of the partition, from 0.
             results: All its rows in order, with the columns of :func:`result_table`.
         """
         index = results["class_index"].combine_chunks()
@@ -327,7 +332,7 @@ class PartWriter(NamedTuple):
         bad = pa.compute.is_valid(results["reason"])
         columns = {
             **{name: results[name] for name in results.column_names},
-            "class_name": _names(self.classes).take(index),
+            "class_name": _names_of_classes(self.classes).take(index),
             "kind": kinds.take(index),
             "status": pa.compute.if_else(bad, "bad", "ok"),
             "model_hash": pa.repeat(self.identity["model_hash"], len(results)),
@@ -339,24 +344,27 @@ class PartWriter(NamedTuple):
 
 
 class PredictionWriter:
-    """Collects the predictions of all rows, and writes the files of partitions.
+    """Collects the predictions of all rows, and writes them as Parquet files.
 
-    It continues with the missing partitions of the same predictions.
+    Each file holds the rows of one partition. If the directory holds some files of the
+    same predictions, only the missing ones are written.
 
     Args:
         storage: The directory of the predictions.
         data: The rows to predict.
         model: The model.
         embedding: Whether the table has a column with the features.
-        replace: Whether predictions of something else may be replaced.
+        replace: Whether predictions of another model, other data and the like may be
+            replaced.
 
     Attributes:
-        complete: Whether all rows are predicted.
+        complete: Whether all rows are predicted and written.
         num_done: The number of rows whose partitions are written or collected.
 
     Raises:
-        ConfigError: The directory holds predictions of something else and not
-            ``replace``, or a folder ``predictions`` that ``uno predict`` did not write.
+        ConfigError: The directory holds predictions of another model, other data and
+            the like and not ``replace``, or a folder ``predictions`` that ``uno
+            predict`` did not write.
     """
 
     def __init__(
@@ -393,11 +401,11 @@ class PredictionWriter:
 
     @property
     def missing(self) -> list[int]:
-        """The numbers of the partitions that are not written yet, ascending."""
+        """The numbers of the partitions whose files are not written yet, ascending."""
         return sorted(self._missing)
 
     def rows_of(self, number: int) -> range:
-        """Return the numbers of the rows that a partition has in the table.
+        """Return the numbers of the rows of a partition, among all rows.
 
         Args:
             number: The number of the partition, from 0.
@@ -407,12 +415,13 @@ class PredictionWriter:
         )
 
     def add(self, results: pa.Table) -> None:
-        """Add the results of the next rows of a partition.
+        """Add the predictions of the next rows of a partition.
 
-        The partition is written as soon as all its rows are there.
+        The file of the partition is written as soon as all its rows are there.
 
         Args:
-            results: A table as :func:`result_table` returns it.
+            results: A table as :func:`result_table` returns it, with rows of one
+                partition. The rows of a partition are added in order.
         """
         number = results["row"][0].as_py() // self.part_rows
         parts = self._parts.setdefault(number, [])
@@ -425,7 +434,7 @@ class PredictionWriter:
             self._missing.discard(number)
 
     def stored(self, number: int) -> None:
-        """Note that another process has written a partition.
+        """Note that another process has written the file of a partition.
 
         Its rows count as done.
 
@@ -439,7 +448,8 @@ class PredictionWriter:
         """Mark the predictions as complete. All partitions must be written.
 
         Returns:
-            The numbers of rows.
+            The numbers of all, readable and unreadable rows, and the path of the
+            predictions.
         """
         assert not self._parts and not self._missing
         if not self.complete:
@@ -458,12 +468,17 @@ class PredictionWriter:
         If only the modification times of images differ, all rows are predicted again,
         with a warning.
 
+        Args:
+            replace: Whether predictions of another model, other data and the like may
+                be replaced.
+
         Returns:
-            Whether all rows are predicted.
+            Whether the folder already holds these predictions completely.
 
         Raises:
-            ConfigError: The folder holds predictions of something else and not
-                ``replace``, or files that ``uno predict`` did not write.
+            ConfigError: The folder holds predictions of another model, other data and
+                the like and not ``replace``, or files that ``uno predict`` did not
+                write.
         """
         storage = self.storage
         is_claimed = output.holds_output(storage, MARK, "set of predictions")
@@ -492,7 +507,13 @@ class PredictionWriter:
         return False
 
     def _find_stored(self) -> set[int]:
-        """Return the numbers of the partitions that are written, and delete others."""
+        """Find the partitions whose files belong to these predictions.
+
+        All other files in the folder are deleted.
+
+        Returns:
+            The numbers of the partitions.
+        """
         numbers = {PART.format(number): number for number in range(self._num_parts)}
         names = [f"{FOLDER}/{name}" for name in self.storage.list(FOLDER)]
         there = [name for name in names if name in numbers]
@@ -504,11 +525,14 @@ class PredictionWriter:
         return {numbers[name] for name in whole}
 
     def _is_whole(self, name: str) -> tuple[str, bool]:
-        """Return whether the file of a partition belongs to these predictions.
+        """Check whether the file of a partition belongs to these predictions.
+
+        Args:
+            name: The name of the file, below the directory of the predictions.
 
         Returns:
-            The name of the file; and whether it is readable, is made from the same
-            things, and has the right number of rows.
+            The name; and whether the file is readable, is made from the same model,
+            data and so on, and has the right number of rows.
         """
         number = int(name.removesuffix(".parquet").rpartition("-")[2])
         with suppress(StorageError), _reading(self.storage, number) as file:
@@ -519,25 +543,28 @@ class PredictionWriter:
 
 
 def read_identity(storage: Storage) -> dict[str, Any] | None:
-    """Read what complete predictions were made from.
+    """Read what complete predictions were made from, such as the model and the data.
+
+    Args:
+        storage: The directory of the predictions.
 
     Returns:
-        The facts with the keys of :data:`DIFFERENCES`; None if there are no complete
-        predictions, or this version did not write them.
+        Hashes and other facts with the keys of :data:`DIFFERENCES`; None if there are
+        no complete predictions, or this version did not write them.
     """
     mark = _read_mark(storage)
     return None if mark is None or mark.state != "complete" else mark.made_from
 
 
 def read_columns(storage: Storage, names: Sequence[str]) -> pa.Table | None:
-    """Read columns of the predictions, in the order of the inputs.
+    """Read columns of complete predictions, in the order of the predicted rows.
 
     Args:
         storage: The directory of the predictions.
-        names: The names of the columns.
+        names: The names of the columns, such as "class_name".
 
     Returns:
-        The columns; None if there are no complete predictions.
+        A table with these columns; None if there are no complete predictions.
 
     Raises:
         StorageError: A file is damaged.
@@ -550,11 +577,11 @@ def read_columns(storage: Storage, names: Sequence[str]) -> pa.Table | None:
 
 
 def read_batches(storage: Storage, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
-    """Read columns of complete predictions in batches, in the order of the inputs.
+    """Read columns of complete predictions in batches, in the order of the rows.
 
     Args:
         storage: The directory of the predictions.
-        names: The names of the columns.
+        names: The names of the columns, such as "class_name".
 
     Yields:
         Batches of at most ``BATCH_ROWS`` rows.
@@ -571,14 +598,14 @@ def read_batches(storage: Storage, names: Sequence[str]) -> Iterator[pa.RecordBa
 
 
 def rename(storage: Storage, classes: list[OutputClass]) -> bool:
-    """Write the present names of the classes into the predictions.
+    """Write new names of the classes into stored predictions.
 
     The predictions are not complete while their files are changed. After an
     interruption the same call continues.
 
     Args:
         storage: The directory of the predictions.
-        classes: The classes with their present names.
+        classes: The classes with their new names.
 
     Returns:
         Whether this was done. Nothing is done if there are no predictions, or if
@@ -600,18 +627,20 @@ def rename(storage: Storage, classes: list[OutputClass]) -> bool:
     return True
 
 
-def _names(classes: Sequence[OutputClass]) -> pa.Array:
+def _names_of_classes(classes: Sequence[OutputClass]) -> pa.Array:
     """Return the name that predictions give to each class, as a string array."""
     return pa.array([name for name, _ in prediction_labels(classes)], pa.string())
 
 
 class Mark(NamedTuple):
-    """What a folder of predictions holds.
+    """What a folder of predictions holds, as stored in its JSON file.
 
     Attributes:
-        made_from: What they are made from, with the keys of :data:`DIFFERENCES`.
-        part_rows: The number of rows of a partition.
-        state: "complete", "incomplete", or "renaming" while their names are changed.
+        made_from: What the predictions are made from, such as the hashes of the model
+            and of the data, with the keys of :data:`DIFFERENCES`.
+        part_rows: The number of rows of a partition, the rows of one Parquet file.
+        state: "complete", "incomplete", or "renaming" while names of classes are
+            changed.
     """
 
     made_from: dict[str, Any]
@@ -620,15 +649,16 @@ class Mark(NamedTuple):
 
     @property
     def num_parts(self) -> int:
-        """The number of partitions."""
+        """The number of partitions, and so of Parquet files."""
         return -(-int(self.made_from["rows"]) // self.part_rows)
 
 
 def _read_mark(storage: Storage) -> Mark | None:
-    """Read what a folder of predictions holds.
+    """Read the JSON file that says what a folder of predictions holds.
 
     Returns:
-        None if there are no predictions, or this version did not write them.
+        The content; None if there are no predictions, or this version did not write
+        them.
     """
     found = output.read_mapping(storage, MARK) or {}
     made_from, part_rows = found.get("made_from"), found.get("part_rows")
@@ -641,14 +671,29 @@ def _read_mark(storage: Storage) -> Mark | None:
 def _write_mark(
     storage: Storage, made_from: dict[str, Any], part_rows: int, state: str
 ) -> None:
-    """Write what a folder of predictions holds, see :class:`Mark`."""
+    """Write the JSON file that says what a folder of predictions holds.
+
+    Args:
+        storage: The directory of the predictions.
+        made_from: What they are made from, with the keys of :data:`DIFFERENCES`.
+        part_rows: The number of rows of a partition, the rows of one Parquet file.
+        state: "complete", "incomplete" or "renaming".
+    """
     mark = {"made_from": made_from, "part_rows": part_rows, "state": state}
     storage.write(MARK, json.dumps(mark, indent=1).encode())
 
 
 @contextmanager
 def _reading(storage: Storage, number: int) -> Iterator[pq.ParquetFile]:
-    """Open the file of a partition, for the block."""
+    """Open the Parquet file of a partition inside the block.
+
+    Args:
+        storage: The directory of the predictions.
+        number: The number of the partition, from 0.
+
+    Raises:
+        StorageError: The file is missing or damaged.
+    """
     with (
         storage.open(PART.format(number)) as source,
         pq.ParquetFile(source) as file,

@@ -85,7 +85,7 @@ def data_uri(picture: Pillow.Image, kind: str, **options: Any) -> str:
 
 
 def read_members(storage: Storage, config: Config) -> dict[int, Members]:
-    """Return the images of a run that were predicted as each class.
+    """Read for each class the run's images that were predicted as it, for HTML views.
 
     Images are left out if they are remote, or lie in tables with more than
     ``MANY_ROWS`` rows, or if the data can no longer be read or has changed.
@@ -95,8 +95,8 @@ def read_members(storage: Storage, config: Config) -> dict[int, Members]:
         config: The configuration of the run, which names the data.
 
     Returns:
-        The images by class index, for at most ``MAX_CLASSES`` classes; empty if there
-        are no predictions.
+        By class index the number of images, and those with the highest probabilities;
+        for at most ``MAX_CLASSES`` classes. Empty if there are no predictions.
     """
     table = predictions.read_columns(storage, ("class_index", "probability", "uri"))
     if table is None:
@@ -124,13 +124,16 @@ def read_members(storage: Storage, config: Config) -> dict[int, Members]:
 def _images_of(
     storage: Storage, config: Config, num_rows: int, best: pa.Table
 ) -> list[Image]:
-    """Return images of predicted rows, ``b""`` for those that cannot be shown.
+    """Return the images of some predicted rows, ``b""`` for those that cannot be shown.
+
+    Images are read from the data of the run if they are no files of their own.
 
     Args:
         storage: The directory with the predictions.
         config: The configuration of the run, which names the data.
-        num_rows: The number of all predicted rows.
-        best: The rows, with the columns "row" and "uri".
+        num_rows: The number of all predicted rows. Of very many rows no data is read.
+        best: The rows to show, with the columns "row" (its number in the data) and
+            "uri".
     """
     uris = best["uri"].to_pylist()
     if None not in uris:
@@ -164,7 +167,7 @@ def model_html(
         title: The title of the table.
         facts: Lines of text below the title.
         classes: The output classes. The first ``MAX_CLASSES`` are shown.
-        found: The images of each class, by index.
+        found: The images that were predicted as each class, by class index.
         side: The largest side of the pictures in pixels.
         value_range: As in :class:`uno.data.decode.Decoding`.
     """
@@ -277,7 +280,7 @@ def _table(
 
 @cache
 def _template() -> Template:
-    """Return the template of tables, which escapes all values."""
+    """Return the HTML template of tables, which escapes all values."""
     environment = Environment(
         loader=PackageLoader("uno.results"),
         autoescape=True,

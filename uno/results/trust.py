@@ -1,12 +1,12 @@
-"""Judge without true novel classes whether a run can be trusted.
+"""Judge without labels of novel classes whether a run can be trusted.
 
-Three signs need no label of a novel class. Known classes: the share of labeled rows
+Three measures need no label of a novel class. Known classes: the share of labeled rows
 unseen in training that are correct among all outputs. k-means: the share of unlabeled
 rows on which the best head and k-means of the same features agree. Neighbors: the share
 of the nearest neighbors of an unlabeled row that have its class, 0 as by chance. A run
-that fails can have a good value of one sign, or heads that agree. The score is the
-first sign times the smaller of the other two. Over the runs of docs/results/trust.md it
-ranks like the true accuracy, and is about as large.
+that fails can have a good value of one of them, or heads that agree. The score is the
+first measure times the smaller of the other two. Over the runs of docs/results/trust.md
+it ranks like the true accuracy, and is about as large.
 
 The method ``clustering`` predicts its accuracy from other clusterings of the same rows
 (:mod:`uno.expectation`). Its verdict is this prediction in a word.
@@ -86,36 +86,36 @@ class Verdict(NamedTuple):
 
 
 def verdict(values: Mapping[str, float]) -> Verdict | None:
-    """Judge a run by its metrics.
+    """Judge by the metrics of a run whether it can be trusted.
 
     Args:
         values: The metrics of a run, by key.
 
     Returns:
-        The verdict; None if the metrics hold no signs, as with too few unlabeled rows.
-        The reasons are, in this order: for the method ``clustering`` the expected
-        accuracy with its interval, held-out labeled images, the agreement with k-means
-        and of nearest neighbors, and pairs of classes that look like one. If the
-        features or the classes are degenerate, the run is not trustworthy, and the
-        reasons are the held-out labeled images and this fact.
+        The verdict; None if the metrics do not have those of :func:`trust_metrics`, as
+        with too few unlabeled rows. The reasons are, in this order: for the method
+        ``clustering`` the expected accuracy with its interval, held-out labeled images,
+        the agreement with k-means and of nearest neighbors, and pairs of classes that
+        look like one. If the features or the classes are degenerate, the run is not
+        trustworthy, and the reasons are the held-out labeled images and this fact.
     """
     if KMEANS not in values:
         return None
-    word, known = _on_known(values)
-    if signs := _fatal_signs(values):
+    word, known = _judge_by_held_out(values)
+    if signs := _describe_failure(values):
         advice = f"{signs}: another encoder, weights or image size may help"
         return Verdict("not trustworthy", (known, advice))
-    expected = _expected(values)
+    expected = _format_expected(values)
     if expected:
-        word = _word(
+        word = _verdict_of_score(
             next(values[f"{key}/acc"] for key in COUNTS if f"{key}/acc" in values)
         )
-    agreement = _agreement(values, word, trained=not expected)
-    return Verdict(word, (*expected, known, agreement, *_merge_advice(values)))
+    agreement = _format_agreement(values, word, trained=not expected)
+    return Verdict(word, (*expected, known, agreement, *_format_merge_advice(values)))
 
 
-def _word(score: float) -> Word:
-    """Return the verdict of a score from 0 to 1.
+def _verdict_of_score(score: float) -> Word:
+    """Return the verdict of a score from 0 to 1 in a word.
 
     It is "trustworthy" from 0.75, "doubtful" from 0.5, and otherwise "not trustworthy".
     """
@@ -124,13 +124,16 @@ def _word(score: float) -> Word:
     return "trustworthy" if score >= BELIEVED else "doubtful"
 
 
-def _agreement(values: Mapping[str, float], word: Word, trained: bool) -> str:
-    """Return the line on k-means and nearest neighbors, with advice.
+def _format_agreement(values: Mapping[str, float], word: Word, trained: bool) -> str:
+    """Describe how far k-means and nearest neighbors agree with the clusters.
 
     Args:
         values: The metrics of a run, by key.
         word: The verdict, which decides the advice.
         trained: Whether the run was trained, so that longer training can help.
+
+    Returns:
+        A line of text with both agreements in percent, and with advice.
     """
     signs = min(values[KMEANS], values[NEAR])
     if word == "trustworthy":
@@ -155,17 +158,17 @@ def _agreement(values: Mapping[str, float], word: Word, trained: bool) -> str:
     )
 
 
-def _fatal_signs(values: Mapping[str, float]) -> str:
-    """Describe signs that make a run worthless, whatever its other metrics are.
+def _describe_failure(values: Mapping[str, float]) -> str:
+    """Describe why a run is worthless, whatever its other metrics are.
 
-    They are features that do not tell images apart, and at least 99 % of the unlabeled
-    images in one class.
+    The reasons are features that do not tell images apart, and at least 99 % of the
+    unlabeled images in one class.
 
     Args:
         values: The metrics of the run, by key.
 
     Returns:
-        The text; "" if there are no such signs.
+        The text; "" if there is no such reason.
     """
     seen = [text for word, text in ODD.items() if FEATURES + word in values]
     if (share := values.get(LARGEST, 0.0)) >= ONE_CLASS:
@@ -173,7 +176,7 @@ def _fatal_signs(values: Mapping[str, float]) -> str:
     return ", and ".join(seen)
 
 
-def _expected(values: Mapping[str, float]) -> list[str]:
+def _format_expected(values: Mapping[str, float]) -> list[str]:
     """Format the accuracy that the method ``clustering`` expects, with its interval.
 
     Args:
@@ -203,8 +206,8 @@ def _expected(values: Mapping[str, float]) -> list[str]:
     return lines
 
 
-def _merge_advice(values: Mapping[str, float]) -> list[str]:
-    """Return a line that names pairs of novel classes that may be one class each.
+def _format_merge_advice(values: Mapping[str, float]) -> list[str]:
+    """Return a line that names pairs of novel classes that may be one class.
 
     Args:
         values: The metrics of the run, by key.
@@ -246,11 +249,13 @@ def clustering_metrics(
     Returns:
         Empty for other methods. Otherwise ``trust/clustering/classes`` and
         ``trust/clustering/clusterings``, the numbers of novel classes and of other
-        clusterings. Fractions ``trust/expected/{ncd|gcd|gcd_strict}/{acc|low|high}``
-        for the setting, unless there were too few rows. ``trust/outside/NAME``, facts
-        outside the range of the calibration. ``trust/similar/A/B``, how much the novel
-        classes A and B mix, for as many pairs as there are more classes than were
-        estimated.
+        clusterings. The expected accuracy with its interval as fractions,
+        ``trust/expected/{ncd|gcd|gcd_strict}/{acc|low|high}`` for the setting, unless
+        there were too few rows. ``trust/outside/NAME``, properties of the task outside
+        the range for which this expectation was calibrated. ``trust/similar/A/B``, how
+        often rows of the novel classes A and B are nearest neighbors, relative to a
+        random division of these rows, so that 1 suggests one class; for as many pairs
+        as there are more classes than were estimated.
     """
     if "extra/agreement" not in tensors:
         return {}
@@ -274,11 +279,12 @@ def clustering_metrics(
     return found
 
 
-def _on_known(values: Mapping[str, float]) -> tuple[Word, str]:
+def _judge_by_held_out(values: Mapping[str, float]) -> tuple[Word, str]:
     """Judge a run by its accuracy on held-out labeled rows and by its score.
 
-    Without held-out rows the verdict is "doubtful" at best, because accuracy on unseen
-    images is not known, and with fewer than 20 of them, too.
+    The score is this accuracy times the smaller of the agreements with k-means and of
+    nearest neighbors. Without held-out rows the verdict is "doubtful" at best, because
+    accuracy on unseen images is not known, and with fewer than 20 of them, too.
 
     Args:
         values: The metrics of the run, by key.
@@ -338,7 +344,8 @@ def cluster_unlabeled(config: Config, sample: Sample, num_novel: int) -> Tensor:
 
     Args:
         config: The configuration of the run.
-        sample: Features of labeled and unlabeled rows.
+        sample: Features of labeled and unlabeled rows. In the GCD setting the labeled
+            rows are fixed to their classes.
         num_novel: The number of novel classes.
 
     Returns:
@@ -360,7 +367,7 @@ def trust_metrics(
     values: Mapping[str, float],
     num_held_out: int,
 ) -> dict[str, float]:
-    """Compute the signs and the score of a trained model.
+    """Compute the measures by which a trained model is judged without novel labels.
 
     Args:
         model: The network in eval mode.
@@ -371,7 +378,8 @@ def trust_metrics(
         num_held_out: The number of labeled rows that training did not see.
 
     Returns:
-        Fractions 0-1: ``trust/{kmeans|neighbors}/agreement``; with several novel
+        Fractions 0-1: ``trust/{kmeans|neighbors}/agreement``, how far the best head
+        agrees with k-means, and nearest neighbors with each other; with several novel
         classes ``trust/largest_class/share``; and, if the metrics have the accuracy on
         held-out labeled rows, ``trust/held_out/acc`` and ``trust/score``, with the
         number ``trust/held_out/rows``. ``trust/features/{zero|constant|huge}`` is 1 if
@@ -402,10 +410,10 @@ def neighbor_agreement(features: Tensor, outputs: Tensor) -> float:
 
     Args:
         features: Features (N, D) with N at least 2.
-        outputs: The output of each row, int64 (N,).
+        outputs: The predicted output of each row, int64 (N,).
 
     Returns:
-        0 if they share it as often as by chance, or less; 1 if always.
+        0 if neighbors share an output as often as by chance, or less; 1 if always.
     """
     directions = F.normalize(features.float(), dim=1)
     directions = F.normalize(directions - directions.mean(dim=0), dim=1)
@@ -417,7 +425,7 @@ def neighbor_agreement(features: Tensor, outputs: Tensor) -> float:
 
 
 def _outputs(model: UnoModel, features: Tensor, head: int) -> Tensor:
-    """Return the most probable output of each row, int64 (N,) on the CPU.
+    """Return the most probable output of each row by one head, int64 (N,) on the CPU.
 
     Args:
         model: The network.

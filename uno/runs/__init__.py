@@ -7,7 +7,7 @@ PHASES = {PRETEXT: "Pretext task", PRETRAIN: "Pretraining", DISCOVER: "Discovery
 The section of the configuration with the same name holds the settings of the phase.
 """
 
-NUMERICS = 28
+NUMERICS = 29
 """The number of the last change in CHANGELOG.md that alters results.
 
 Every run records it, and ``uno reproduce`` refuses runs of another number.

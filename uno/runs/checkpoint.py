@@ -1,9 +1,9 @@
-"""Write and read checkpoints.
+"""Write and read the checkpoints of the training phases of a run.
 
-The checkpoints of a phase are the files ``checkpoints/PHASE/step_00000110.safetensors``
-of the run directory. Each holds tensors, and in its metadata the run's configuration.
-Files are written atomically. A file also holds the SHA-256 of its content, and is not
-used if its content differs.
+The phases are "pretext", "pretrain" and "discover". The checkpoints of a phase are the
+files ``checkpoints/PHASE/step_00000110.safetensors`` of the run directory. Each holds
+tensors, and in its metadata the run's configuration. Files are written atomically. A
+file also holds the SHA-256 of its content, and is not used if its content differs.
 """
 
 import logging
@@ -24,11 +24,12 @@ log = logging.getLogger(__name__)
 
 
 class Checkpoint(NamedTuple):
-    """The content of a checkpoint.
+    """The content of a checkpoint: the state of one training phase after some step.
 
     Attributes:
-        step: The number of optimizer steps before it, in its phase.
-        tensors: Tensors by name, see :func:`uno.steps.state_tensors`.
+        step: The number of optimizer steps that the phase had taken.
+        tensors: The state of training by name: weights, optimizer state and the like,
+            see :func:`uno.steps.state_tensors`.
         config_yaml: The configuration of the run as YAML.
     """
 
@@ -43,20 +44,21 @@ def save_checkpoint(
     checkpoint: Checkpoint,
     enqueue: Callable[[Callable[[], None]], None] = lambda write: write(),
 ) -> None:
-    """Write a checkpoint, unless a valid one of the same step exists.
+    """Write a checkpoint, unless a valid one of the same phase and step exists.
 
     The tensors are copied now, so they may change before the file is written. If
     writing fails, older checkpoints are unchanged.
 
     Args:
         storage: The run directory.
-        phase: The name of the phase.
+        phase: The phase, "pretext", "pretrain" or "discover".
         checkpoint: The content.
-        enqueue: Takes the function that writes the file, and calls it now or later.
+        enqueue: Takes a function without arguments that writes the file, and calls it
+            now or later. By default the file is written now.
 
     Raises:
-        StorageError: The file cannot be written. It is raised where the function is
-            called.
+        StorageError: The file cannot be written. It is raised where ``enqueue`` calls
+            the function.
     """
     name = checkpoint_name(phase, checkpoint.step)
     tensors = {
@@ -82,7 +84,7 @@ def prune_checkpoints(storage: Storage, phase: str, last: int, keep: int) -> Non
 
     Args:
         storage: The run directory.
-        phase: The name of the phase.
+        phase: The phase, "pretext", "pretrain" or "discover".
         last: The step up to which checkpoints are deleted. Later ones may have been
             written since this deletion was queued, and are not touched.
         keep: The number of checkpoints up to ``last`` that are kept, the newest ones.
@@ -93,9 +95,14 @@ def prune_checkpoints(storage: Storage, phase: str, last: int, keep: int) -> Non
 
 
 def checkpoint_steps(storage: Storage, phase: str) -> list[int]:
-    """Return the steps of a phase that have a checkpoint, in ascending order.
+    """Return the steps at which a phase has a checkpoint, in ascending order.
 
-    The files are not read, so a checkpoint may be damaged.
+    A step is the number of optimizer steps before the checkpoint. Only the names of
+    files are read, so a checkpoint may be damaged.
+
+    Args:
+        storage: The run directory.
+        phase: The phase, "pretext", "pretrain" or "discover".
     """
     names = storage.list(f"checkpoints/{phase}")
     matches = (re.fullmatch(r"step_([0-9]{8,18})\.safetensors", name) for name in names)
@@ -104,6 +111,10 @@ def checkpoint_steps(storage: Storage, phase: str) -> list[int]:
 
 def load_newest(storage: Storage, phase: str) -> Checkpoint | None:
     """Read the newest valid checkpoint of a phase, and warn of newer damaged ones.
+
+    Args:
+        storage: The run directory.
+        phase: The phase, "pretext", "pretrain" or "discover".
 
     Returns:
         The checkpoint, or None if the phase has no checkpoints.
@@ -132,7 +143,12 @@ def load_newest(storage: Storage, phase: str) -> Checkpoint | None:
 
 
 def load_checkpoint(storage: Storage, phase: str, step: int) -> Checkpoint:
-    """Read the checkpoint of one step.
+    """Read the checkpoint that a phase wrote at one step.
+
+    Args:
+        storage: The run directory.
+        phase: The phase, "pretext", "pretrain" or "discover".
+        step: The number of optimizer steps before the checkpoint.
 
     Raises:
         StorageError: The checkpoint is missing or damaged, or has an unknown format.

@@ -1,4 +1,4 @@
-"""Begin, check and clean a run directory."""
+"""Create, check and clean up the directory in which a run keeps its files."""
 
 import io
 import json
@@ -39,13 +39,14 @@ log = logging.getLogger(__name__)
 
 
 def is_run(storage: Storage) -> bool:
-    """Return whether a directory holds a run.
+    """Return whether a directory holds a run, by whether it has a ``config.yaml``.
 
-    False if it is empty, or holds no more than the first files of a run that was only
-    begun.
+    Returns:
+        False if the directory is empty, or only has files that a run writes before its
+        ``config.yaml``.
 
     Raises:
-        ConfigError: The directory holds something else.
+        ConfigError: The directory holds files that no run has written.
     """
     begun = {ENVIRONMENT_FILE, FORMER_FOLDER}
     return output.holds_output(storage, CONFIG_FILE, "run", begun)
@@ -54,8 +55,8 @@ def is_run(storage: Storage) -> bool:
 def begin_run(config: Config, storage: Storage, fingerprint: str) -> None:
     """Write the first files of a new run, or check that the directory holds this run.
 
-    A warning is logged if the code of the run's encoder has changed since the run
-    began.
+    The files are ``environment.json`` and ``config.yaml``. A warning is logged if the
+    code of the run's encoder has changed since the run began.
 
     Args:
         config: The configuration of the run.
@@ -64,7 +65,7 @@ def begin_run(config: Config, storage: Storage, fingerprint: str) -> None:
 
     Raises:
         ConfigError: The directory holds a run of other settings, data or format, or its
-            ``environment.json`` is damaged. The message names the settings.
+            ``environment.json`` is damaged. The message names the settings that differ.
     """
     code = code_of(config.model.encoder).get("code")
     if not is_run(storage):
@@ -134,6 +135,13 @@ def begin_images(storage: Storage, rows: Rows) -> None:
 
     If they are stored already, they are compared with the present ones, see
     :func:`check_images`.
+
+    Args:
+        storage: The directory of the run or sweep.
+        rows: All rows of its data.
+
+    Raises:
+        ConfigError: An image was modified since the times were stored.
     """
     if storage.exists(IMAGE_TIMES_FILE):
         check_images(storage, rows)
@@ -172,14 +180,20 @@ def read_config_tree(storage: Storage) -> dict[str, Any]:
 
 
 def read_results(storage: Storage) -> dict[str, float] | None:
-    """Return the content of ``metrics.json``, or None if it is missing or damaged."""
+    """Return the metrics of a finished run by name, from its ``metrics.json``.
+
+    Returns:
+        The metrics; None if the file is missing, because the run is not finished, or if
+        it is damaged.
+    """
     return output.read_mapping(storage, RESULTS_FILE)
 
 
 def delete_leftovers(storage: Storage) -> None:
-    """Delete what killed commands left in a run directory.
+    """Delete the files that interrupted commands left in a run directory.
 
-    These are temporary files on local disks, Ray's folder, and the request to stop.
+    These are temporary files on local disks, the folder of Ray Train, and the file
+    ``STOP``, which asks a run to stop.
     """
     names = [name for name in (RAY_FOLDER, STOP_FILE) if storage.exists(name)]
     names += output.list_temporary_files(storage)

@@ -35,7 +35,8 @@ def keep_until_replaced(
 
     Args:
         storage: The locked directory of the run.
-        announce: Takes a line for the user when the former run was moved back.
+        announce: Takes a line of text for the user, after the former run was moved
+            back.
 
     Yields:
         A function that deletes the former run. It is called when the new run has begun
@@ -43,7 +44,8 @@ def keep_until_replaced(
 
     Raises:
         ConfigError: The block has raised it. If it names the list of unreadable images,
-            that list was kept under another name, which the message now has.
+            which the new run has written, the list is kept under another name, and the
+            message names that file instead.
     """
     complete_overwrite(storage)
     try:
@@ -104,9 +106,10 @@ def _set_aside(storage: Storage) -> None:
 
 
 def _delete_former_run(storage: Storage) -> None:
-    """Delete the former run, if there is one.
+    """Delete the folder ``former/`` with the former run, if there is one.
 
-    A mark is written first, so that a deletion that was killed can be completed.
+    The file ``former/replaced`` is written first, so that a deletion that was killed
+    can be completed.
     """
     if not storage.exists(FORMER_FOLDER):
         return
@@ -118,6 +121,6 @@ def _delete_former_run(storage: Storage) -> None:
 
 
 def _files_of_run(storage: Storage) -> list[str]:
-    """Return the names of the files of a run, without its lock and its former run."""
+    """List the files of a run directory, without its lock and folder ``former/``."""
     names = storage.list()
     return [n for n in names if n != FORMER_FOLDER and not output.is_lock(n)]

@@ -1,4 +1,4 @@
-"""The devices, threads and compiler of this process, and their description."""
+"""Choose the device, threads and compiler of this process, and describe hardware."""
 
 import hashlib
 import importlib.metadata
@@ -12,11 +12,9 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import nn
 
 from uno.config import Config
 from uno.cpus import available_cpus
-from uno.encoders.runtimes import Plan, Runtime
 from uno.errors import ConfigError
 from uno.runs import NUMERICS
 from uno.runs.checkpoint import FORMAT_VERSION
@@ -26,7 +24,8 @@ def describe_hardware(cuda: bool | None = None) -> str:
     """Return the name of the GPU, or of the processor with its number of cores.
 
     Args:
-        cuda: Whether to name the GPU, by default if this machine has one.
+        cuda: True for the GPU, False for the processor, None for the GPU if this
+            machine has one.
     """
     if torch.cuda.is_available() if cuda is None else cuda:
         return str(torch.cuda.get_device_name())
@@ -34,13 +33,14 @@ def describe_hardware(cuda: bool | None = None) -> str:
 
 
 def local_device(config: Config) -> torch.device:
-    """Return the device on which this process computes.
+    """Return the device on which this process computes, "cuda" or "cpu".
 
-    If workers train, only their nodes need GPUs: this process then uses the CPU if it
-    has no GPU, whatever device was asked for.
+    If workers train (``compute.num_workers`` is not 0), only their nodes need GPUs:
+    this process then uses the CPU if it has no GPU, whatever device was asked for.
 
     Raises:
-        ConfigError: This process trains, and lacks the CUDA device that was asked for.
+        ConfigError: This process trains, ``compute.device`` is "cuda", and there is no
+            CUDA device.
     """
     wanted, cuda = config.compute.device, torch.cuda.is_available()
     if wanted == "cuda" and not cuda and config.compute.num_workers == 0:
@@ -77,7 +77,8 @@ def describe_environment(fingerprint: str) -> dict[str, Any]:
         fingerprint: The hash of the data.
 
     Returns:
-        The command, the versions of packages, the hardware and the fingerprint by name.
+        JSON values by name: the command, the versions of packages and formats, the
+        hardware and the fingerprint.
     """
     versions = {}
     for name in ("uno-discovery", "torch", "torchvision", "numpy", "ray"):
@@ -96,22 +97,6 @@ def describe_environment(fingerprint: str) -> dict[str, Any]:
             torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())
         ],
     }
-
-
-def at_speed(encoder: nn.Module, plan: Plan, threads: int) -> Runtime:
-    """Return an encoder that computes on the CPU with another runtime.
-
-    Args:
-        encoder: The frozen encoder.
-        plan: Names the runtime, such as "compile" or "onnx".
-        threads: The number of threads that the runtime uses.
-
-    Raises:
-        ConfigError: The encoder is to be compiled, and there is no C++ compiler.
-    """
-    if plan.runtime == "compile":
-        prepare_compiler()
-    return Runtime(encoder, plan, threads)
 
 
 def prepare_compiler() -> None:

@@ -14,18 +14,19 @@ from uno.runs import METRICS_FILE
 
 
 class Journal:
-    """Append lines of metrics to the ``metrics.jsonl`` of a run.
+    """Append lines of metrics to the ``metrics.jsonl`` of a run, in a thread.
 
-    A thread writes the lines in order, so training does not wait for storage. To an
-    object store, which cannot append, the whole file is uploaded at each flush. After a
-    write or another job has failed, no further job is done, and every later call raises
-    its error.
+    The thread writes the lines in order, so training does not wait for storage. It also
+    calls functions that are given to :meth:`enqueue`, such as the writing of a
+    checkpoint. To an object store, which cannot append, the whole file is uploaded at
+    each flush. After a write or such a function has failed, nothing more is written or
+    called, and every later call of a method raises the error.
 
     Args:
         storage: The run directory. None on all ranks but the first: nothing is written.
         phase: The name of the phase that is trained.
-        step: The step at which it begins or resumes. Later lines of this phase are
-            dropped, see :meth:`rewind`.
+        step: The step at which the phase begins or resumes. Lines of this phase with a
+            later step are dropped, see :meth:`rewind`.
     """
 
     def __init__(self, storage: Storage | None, phase: str, step: int) -> None:
@@ -52,7 +53,11 @@ class Journal:
             self.close()
 
     def rewind(self, step: int) -> None:
-        """Drop the lines of this phase after ``step``, for a resume or a roll-back."""
+        """Drop the lines of this phase that belong to steps after ``step``.
+
+        This is done when the phase resumes from the checkpoint of this step, or rolls
+        back to it.
+        """
         self.flush()
         if self._storage is None:
             return
@@ -68,15 +73,22 @@ class Journal:
         self._num_stored = len(self._text)
 
     def write(self, metrics: dict[str, Any]) -> None:
-        """Append one line. The thread writes it to storage later."""
+        """Append one line of metrics. The thread writes it to storage later.
+
+        Args:
+            metrics: JSON values by name, such as the phase, the step and the loss.
+        """
         line = json.dumps(metrics, allow_nan=False) + "\n"
         if self._storage is not None:
             self.enqueue(partial(self._append, self._storage, line.encode()))
 
     def enqueue(self, job: Callable[[], None]) -> None:
-        """Call a function in the writing thread, after all lines so far.
+        """Call a function in the writing thread, after all lines so far were written.
 
-        Without a storage, the function is called at once in this thread.
+        Without a storage, the function is called at once in the calling thread.
+
+        Raises:
+            Exception: The error of an earlier write or function that has failed.
         """
         if self._job_error is not None:
             raise self._job_error
@@ -86,10 +98,10 @@ class Journal:
             self._writer.submit(self._run_job, job)
 
     def flush(self) -> None:
-        """Wait until all lines are in storage and all jobs are done.
+        """Wait until all lines are in storage and all enqueued functions were called.
 
         Raises:
-            Exception: The error of a job that has failed.
+            Exception: The error of a write or function that has failed.
         """
         if self._storage is not None:
             upload = partial(self._upload, self._storage)
@@ -98,10 +110,10 @@ class Journal:
             raise self._job_error
 
     def close(self) -> None:
-        """Wait until all jobs are done, and end the thread.
+        """Wait until all lines are stored and all functions called, and end the thread.
 
         Raises:
-            Exception: The error of a job that has failed.
+            Exception: The error of a write or function that has failed.
         """
         try:
             self.flush()
@@ -109,7 +121,10 @@ class Journal:
             self._writer.shutdown()
 
     def _run_job(self, job: Callable[[], None]) -> None:
-        """Call a job in the writing thread, unless an earlier job has failed."""
+        """Call a function in the writing thread, unless an earlier one has failed.
+
+        Its error is kept, and raised by the next call in the training thread.
+        """
         try:
             if self._job_error is None:
                 job()
@@ -117,23 +132,37 @@ class Journal:
             self._job_error = error
 
     def _append(self, storage: Storage, line: bytes) -> None:
-        """Write a line to a local file, or keep it for the next upload."""
+        """Append a line to a local file, or keep it in memory for the next upload.
+
+        Args:
+            storage: The run directory. A local one has the file, an object store is
+                uploaded to later.
+            line: The line with its line end.
+        """
         if storage.is_local:
             storage.append(METRICS_FILE, line)
         else:
             self._text += line
 
     def _upload(self, storage: Storage) -> None:
-        """Write the whole file to an object store, if it lacks lines."""
+        """Upload all lines as ``metrics.jsonl``, if there are new ones.
+
+        Args:
+            storage: The run directory. Nothing happens if it is local.
+        """
         if self._num_stored < len(self._text):
             storage.write(METRICS_FILE, self._text)
             self._num_stored = len(self._text)
 
 
 def read_journal(storage: Storage, name: str = METRICS_FILE) -> list[dict[str, Any]]:
-    """Return all entries of ``metrics.jsonl``, or of another file of this format.
+    """Return all lines of the ``metrics.jsonl`` of a run as dicts, in order.
 
     A line that a killed process has not completed is left out.
+
+    Args:
+        storage: The run directory.
+        name: The name of the file, or of another file with one JSON object a line.
     """
     return _parse_entries((storage.find(name) or b"").splitlines())
 

@@ -62,7 +62,9 @@ class ClaimedStorage(Storage):
 
 
 class RunLock:
-    """A lock that this process holds, with a thread that renews it until its release.
+    """The lock of a run directory, held by this process until :meth:`release`.
+
+    A thread renews the lock file.
 
     Args:
         root: The run directory, a path or URI.
@@ -70,7 +72,7 @@ class RunLock:
             killed command is replaced.
 
     Attributes:
-        storage: The run directory, for writing.
+        storage: The run directory, for writing. A write fails if the lock was lost.
 
     Raises:
         ConfigError: ``free`` is True, and another command has just taken the lock.
@@ -130,11 +132,15 @@ class RunLock:
         ) == self.storage.token
 
     def _write_lock(self) -> None:
-        """Write the lock file."""
+        """Write the lock file with the token of this lock, or replace it."""
         self._unchecked_storage.write(LOCK_FILE, self._next_content())
 
     def _next_content(self) -> bytes:
-        """Return the lock file's content, with a number that rises at each renewal."""
+        """Return the next content of the lock file, as JSON.
+
+        It holds the host, the process, the token, and the number of writes so far, so
+        that every renewal changes the file.
+        """
         self._renewals += 1
         lock = {
             "host": socket.gethostname(),
@@ -180,7 +186,12 @@ def lock_run(storage: Storage, on_wait: Callable[[str], None]) -> Iterator[RunLo
 
 
 def _in_use_error(storage: Storage, lock: dict[str, Any]) -> ConfigError:
-    """Return the error for a directory that another command holds by ``lock``."""
+    """Return the error that another command holds the lock of a directory.
+
+    Args:
+        storage: The run directory.
+        lock: The content of the lock file, which names the process and the host.
+    """
     advice = "wait for it, stop it, or choose another --output"
     return ConfigError(f"{storage.uri} is in use by {_describe_holder(lock)}; {advice}")
 
@@ -192,5 +203,9 @@ def _read_lock(storage: Storage) -> dict[str, Any] | None:
 
 
 def _describe_holder(lock: dict[str, Any]) -> str:
-    """Describe the holder of a lock file as "process 123 on HOST"."""
+    """Describe the process that wrote a lock file as "process 123 on HOST".
+
+    Args:
+        lock: The content of the lock file.
+    """
     return f"process {lock.get('pid', '?')} on {lock.get('host', '?')}"

@@ -69,7 +69,7 @@ def list_phases(config: Config, last: str = DISCOVER) -> tuple[str, ...]:
 def plan_phase(
     config: Config, name: str, num_labeled: int, num_unlabeled: int, num_workers: int
 ) -> Plan:
-    """Return the batch plan of one phase.
+    """Return the batch plan of one phase, which fixes the rows of every batch.
 
     Args:
         config: The configuration of the run.
@@ -96,7 +96,15 @@ def plans(
 ) -> dict[str, Plan]:
     """Return the batch plans of all phases that have epochs, by phase name.
 
-    A phase without epochs reads no batch, so no batch size is wrong for it.
+    A batch plan fixes the rows of every batch. A phase without epochs reads no batch,
+    so no batch size is wrong for it. The pretext task and pretraining are left out if
+    ``model.weights`` replaces them.
+
+    Args:
+        config: The configuration of the run.
+        num_labeled: The number of labeled training rows.
+        num_unlabeled: The number of unlabeled training rows.
+        num_workers: The number of workers, 0 for this process alone.
 
     Raises:
         ConfigError: The batch size does not fit the numbers of rows or workers.
@@ -111,7 +119,11 @@ def plans(
 
 
 def hash_pretraining(config: Config) -> str:
-    """Return a hash of the settings that pretraining depends on, 12 hex digits."""
+    """Return a hash of the settings that pretraining depends on, 12 hex digits.
+
+    Configurations that differ only in settings of discovery have the same hash, and can
+    share one pretrained network.
+    """
     defaults = flatten(to_dict(Config()))
     return config_hash(
         override(
@@ -202,7 +214,11 @@ def run_phase(
 
 
 def _no_batch(step: int) -> Batch:
-    """Raise AssertionError: a phase without steps must not ask for a batch."""
+    """Stand in for the batches of a phase without steps, which needs none.
+
+    Raises:
+        AssertionError: Always, because a batch is asked for.
+    """
     raise AssertionError(f"a phase without steps asks for the batch of step {step}")
 
 
@@ -222,10 +238,16 @@ def pretrain(
 
 
 def _make_step(config: Config, phase: str, worker: Worker) -> Step:
-    """Return the function that takes one training step of a phase.
+    """Return the function that takes one optimizer step of a phase on one batch.
+
+    Args:
+        config: The configuration of the run.
+        phase: The phase, "pretext", "pretrain" or "discover".
+        worker: The process that trains.
 
     Raises:
-        ConfigError: ``compute.cuda_graph`` is set, and the step cannot be recorded.
+        ConfigError: ``compute.cuda_graph`` is set, and the step cannot be recorded as a
+            CUDA graph.
     """
     if phase == PRETEXT:
         return partial(take_step, load_pretext(config.pretext.task).loss)
@@ -242,10 +264,17 @@ def _make_step(config: Config, phase: str, worker: Worker) -> Step:
 def _build_initial_network(
     config: Config, phase: str, train: TrainData, storage: Storage
 ) -> tuple[UnoModel, bool]:
-    """Build the network with which a phase starts.
+    """Build the network with which a phase starts, and load its first weights.
+
+    Args:
+        config: The configuration of the run.
+        phase: The phase, "pretext", "pretrain" or "discover".
+        train: The training rows, which have the numbers of classes.
+        storage: The run directory, with the checkpoints of earlier phases.
 
     Returns:
-        The network at step 0, and whether its known prototypes were trained before.
+        The network at step 0, and whether the prototypes of its known classes come from
+        an earlier pretraining.
     """
     if phase == PRETEXT:
         num_outputs = load_pretext(config.pretext.task).num_outputs
@@ -266,7 +295,15 @@ def _build_initial_network(
 
 
 def _load_teacher(config: Config, train: TrainData, storage: Storage) -> UnoModel:
-    """Return the frozen network of supervised pretraining: encoder and known head.
+    """Load the network of supervised pretraining as a frozen teacher.
+
+    Args:
+        config: The configuration of the run.
+        train: The training rows, which have the number of known classes.
+        storage: The run directory.
+
+    Returns:
+        The encoder and the known head, in eval mode and without gradients.
 
     Raises:
         ConfigError: There was no pretraining on the same known classes.

@@ -1,9 +1,10 @@
-"""The work of each command, from the user's settings to the finished run directory.
+"""Do the work of each command, from the user's settings to the finished run directory.
 
-``settings`` and ``resolve`` make the configuration. ``data`` opens the rows that it
+``configure`` and ``derive`` make the configuration. ``data`` opens the rows that it
 names, ``prepare`` checks both and opens a ``run``, and ``pipeline`` holds the steps of
 the commands. ``backend`` does the work of a run in this process, and ``ranks`` in the
 processes that torchrun started. ``predict``, ``estimation`` and ``embed`` implement the
 commands of these names. ``resources`` estimates memory, ``summary`` describes what a
-run will do, ``console`` prints, and ``api`` is the Python interface.
+run will do, ``console`` prints, ``loggers`` sends metrics to other programs, and
+``api`` is the Python interface.
 """

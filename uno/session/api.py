@@ -56,8 +56,8 @@ class Prediction:
             numbers are NaN if the image could not be read.
         margin: Difference between the two highest probabilities, 0-1.
         entropy: Entropy of the class probabilities in nats.
-        head_agreement: Share of the heads that predict this class, 0-1; NaN if
-            the heads are not aligned.
+        head_agreement: Share of the model's heads that predict this class, 0-1; NaN if
+            it is not known which clusters of different heads are the same class.
         known_probability: Sum of the probabilities of the known classes, 0-1.
         reason: Why the image could not be read, None if it was read.
     """
@@ -214,7 +214,10 @@ class Model:
 
     @property
     def _counts(self) -> str:
-        """The numbers of known and novel classes, and the kind of input, as text."""
+        """The numbers of known and novel classes and the kind of input, as text.
+
+        Classes that were merged or dropped are not counted.
+        """
         kept = [c.kind for c in self.classes if c.into == c.index]
         known, novel = kept.count("known"), kept.count("novel")
         takes = self._classifier.config.model
@@ -229,10 +232,10 @@ class Model:
 
     @cached_property
     def _members(self) -> dict[int, show.Members]:
-        """The members of each class by class index, for the HTML view.
+        """For each class index the number and some of the run's images predicted as it.
 
-        They come from the table of the run's predictions. The mapping is empty if that
-        table is damaged.
+        They are for the HTML view, and come from the table of the run's predictions.
+        The mapping is empty if there is no such table or it is damaged.
         """
         try:
             return show.read_members(self._storage, self._classifier.config)
@@ -301,7 +304,14 @@ class Model:
             return self._predict(images)
 
     def _predict(self, images: Any) -> Predictions:
-        """Classify images under PyTorch's default settings, see :meth:`predict`."""
+        """Classify images under PyTorch's default settings, see :meth:`predict`.
+
+        Args:
+            images: The argument of :meth:`predict`, not checked yet.
+
+        Raises:
+            ConfigError: The argument has another type or shape.
+        """
         model, given = self._classifier, images
         how = Decoding.of(model.config.data)
         if model.config.model.takes_vectors:
@@ -365,7 +375,7 @@ class Model:
 
 
 def load(run: str | PathLike[str], device: str | torch.device = "cpu") -> Model:
-    """Load the model of a finished run.
+    """Load the model of a finished run, to classify images with it.
 
     Args:
         run: Path or URI of the run directory, or of a copy of its ``model/`` folder.
@@ -457,8 +467,9 @@ def stored_embeddings(
     Args:
         settings: The keywords of :func:`discover`.
         embeddings: Numbers (N, D), or (N, V, D) with V views of each row.
-        labels: N classes, or None.
-        ids: N names, or None.
+        labels: The class of each row (N,), or a missing value for an unlabeled row;
+            None for no labels at all.
+        ids: The name of each row (N,); None to number the rows.
         overwrite: Whether a run in the same directory is started over.
 
     Yields:
@@ -527,9 +538,22 @@ def _delete_file(path: str) -> None:
 def _discover_source(
     settings: Mapping[str, Any], overwrite: bool, quiet: bool, report: bool
 ) -> Model:
-    """Run :func:`discover` on data that a source or a stored file holds.
+    """Train a model on the data that the settings name, as ``uno discover`` does.
 
     PyTorch's number of threads and default settings are restored at the end.
+
+    Args:
+        settings: The keyword arguments of :func:`discover`, such as ``data`` and
+            ``num_novel``.
+        overwrite: Whether a run in the same directory is started over.
+        quiet: Whether only warnings are printed.
+        report: Whether the HTML report is written.
+
+    Returns:
+        The model of the finished run.
+
+    Raises:
+        UnoError: As for :func:`discover`.
     """
     from uno.session import pipeline  # loading a model does not need it
 
@@ -650,12 +674,17 @@ def _describe_value(value: Any) -> str:
 
 
 def _to_image(image: Any, row: int, value_range: Range | None) -> Image | BadImage:
-    """Convert one image, see :func:`_to_images`.
+    """Convert one image that a user gives.
 
     Args:
-        image: The image as the user gave it.
+        image: A path, a URI, encoded bytes, a PIL image, or a uint8 array (H, W, 3) or
+            (H, W).
         row: Its position in the list, for the error message.
         value_range: As in :class:`uno.data.decode.Decoding`.
+
+    Returns:
+        A path, encoded bytes or a uint8 array (H, W, 3); a :class:`BadImage` for a PIL
+        image that has no readable pixels.
 
     Raises:
         ConfigError: The image has another type or shape.

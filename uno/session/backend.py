@@ -1,4 +1,8 @@
-"""The local backend of a run, and the choice between it and Ray's workers."""
+"""The backend that does the work of a run in this process, and the choice of a backend.
+
+A backend decides which processes train, evaluate and predict: this process, the ranks
+of torchrun, or workers of Ray.
+"""
 
 import pkgutil
 from collections.abc import Callable
@@ -59,11 +63,21 @@ class LocalBackend:
     """The backend that does all work in this process, without Ray."""
 
     def free_memory(self, config: Config) -> resources.FreeMemory:
-        """Return the free memory for this process, in bytes."""
+        """Return the free bytes of this machine and, if it has one, of its GPU."""
         return resources.free_memory(config)
 
     def train(self, run: Run, show: Show) -> dict[str, float]:
-        """Train and evaluate a run in this process, see :meth:`Backend.train`.
+        """Train the phases of a run in this process, then evaluate it.
+
+        Phases continue from their newest checkpoints. If images are kept in memory, the
+        rows of ``run.task`` hold the decoded images afterwards.
+
+        Args:
+            run: A locked run. Without phases it is only evaluated.
+            show: Takes each line of metrics, values by name.
+
+        Returns:
+            The metrics by name, empty unless ``run.evaluate``.
 
         Raises:
             Interrupted: The user stopped it. A training phase has saved a checkpoint
@@ -92,11 +106,22 @@ class LocalBackend:
             return evaluate_rows(run, sets, train, worker)
 
     def after_training(self, task: Task) -> Backend:
-        """Return this backend, because it also predicts and shows the rows."""
+        """Return the backend that uses the trained run: this one.
+
+        Backends of several processes return another one here.
+        """
         return self
 
     def decoder(self, run: Run, model: Classifier) -> Decode:
-        """Return the function that decodes rows for a model in local threads."""
+        """Return a function that decodes images of a run for a model.
+
+        The function takes batches of row numbers and yields their pixels, which threads
+        of this process decode ahead, see :data:`uno.results.infer.Decode`.
+
+        Args:
+            run: The run, which has the rows and the number of threads.
+            model: The model, which decides the size of the images.
+        """
         return decoder(model, run.task.rows, run.config.compute.threads)
 
     def predict(
@@ -115,7 +140,8 @@ class LocalBackend:
             show: Takes the number of rows that are done and of all rows.
 
         Returns:
-            The numbers of rows, and the path of the table.
+            The numbers of all, readable and unreadable rows, and the path of the
+            predictions.
         """
         threads, model = num_threads(run.config), model.to(run.device)
         torch.set_num_threads(threads)
@@ -125,11 +151,22 @@ class LocalBackend:
     def encoding(
         self, config: Config, should_stop: Callable[[], bool]
     ) -> AbstractContextManager[Compute]:
-        """Return the function that encodes rows with threads of this process."""
+        """Return a context manager with a function that encodes rows in this process.
+
+        The function computes features of a frozen encoder, see
+        :data:`uno.session.data.Compute`. Both arguments are not used here.
+        """
         return nullcontext(compute_local)
 
     def estimate(self, run: Run, settings: Settings) -> Estimate:
-        """Estimate the number of novel classes, training one encoder after another."""
+        """Estimate the number of novel classes among the unlabeled rows of a run.
+
+        Unless the encoder is frozen, several encoders are trained, one after another.
+
+        Args:
+            run: The locked run. Encoders and the estimate are stored in its directory.
+            settings: The parameters of the estimate.
+        """
         return estimate_num_novel(
             run.config,
             estimated_set(run),
@@ -144,8 +181,8 @@ class LocalBackend:
 def train_phases(run: Run, sets: Sets, worker: Worker) -> TrainData:
     """Train the phases of a run on its opened data.
 
-    Finished phases are skipped, and an interrupted one resumes. ``run.opened`` becomes
-    the task with the images that are kept in memory.
+    Finished phases are skipped, and an interrupted one resumes. ``run.opened`` is set
+    to ``sets.task``, whose rows hold the images that are kept in memory.
 
     Args:
         run: The locked run.
@@ -203,9 +240,9 @@ def estimated_set(run: Run, compute: Compute = compute_local) -> TrainSet:
         compute: Computes features of a frozen encoder.
 
     Returns:
-        The readable training rows, with decoded images uint8 (N, 3, S, S). If the
-        encoder is frozen, with features float32 (N, 1, D) of the evaluation views
-        instead.
+        The readable training rows, labeled and unlabeled. They hold decoded images
+        uint8 (N, 3, S, S); if the encoder is frozen, they hold features float32 (N, 1,
+        D) of the evaluation view instead.
 
     Raises:
         ConfigError: Too many images cannot be read.

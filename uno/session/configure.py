@@ -82,8 +82,8 @@ def configure(
         given: The dotted keys that the user has set, with their values.
         output: The run directory if the user gives none. ``{preset}`` and ``{seed}`` in
             it are replaced.
-        choose_method: Whether the method may become ``clustering``, see
-            :func:`list_layers`.
+        choose_method: Whether the method becomes ``clustering`` if the preset has a
+            frozen encoder and the user has set no method and nothing of UNO's training.
 
     Raises:
         ConfigError: A setting is unknown, or a value is refused.
@@ -162,6 +162,10 @@ def _values_for_source(given: Mapping[str, Any], preset: Values) -> Values:
     Args:
         given: The dotted keys that the user has set, with their values.
         preset: The values of the preset by dotted key.
+
+    Returns:
+        Values for ``data.known_classes`` and ``data.validation_fraction`` by dotted
+        key. A key is left out if the value of the preset stays.
     """
     values, source = Values(), given.get("data.source")
     kind, preset_kind = (
@@ -186,7 +190,7 @@ def explain(
     line: Mapping[str, Any],
     derived: str = "data",
 ) -> list[str]:
-    """Return the configuration of a run as YAML, with the layer of each value.
+    """Return the configuration of a run as YAML, with the origin of each value.
 
     Each line is a dotted key, its value, and its origin in a comment, such as "preset
     digits", "file", "command line" or "data". ``--config`` reads such a file.
@@ -194,9 +198,12 @@ def explain(
     Args:
         config: The configuration before the data is read.
         final: The configuration of the run.
-        file: The settings from YAML files.
-        line: The settings from the command line.
+        file: The settings from YAML files, by dotted key.
+        line: The settings from the command line, by dotted key.
         derived: The origin of values in which ``final`` differs from ``config``.
+
+    Returns:
+        One line of text for each setting.
     """
     given = merge_settings(file, line)
     before, values = flatten(to_dict(config)), flatten(to_dict(final))
@@ -215,10 +222,13 @@ def explain(
 
 
 def require_text(given: Mapping[str, Any]) -> None:
-    """Check that the settings can be written to a text file.
+    """Check that the values of settings can be written to a UTF-8 text file.
 
-    In a locale without UTF-8, Python reads other characters of a command line as bytes
-    that no text can hold.
+    In a locale without UTF-8, Python reads other characters of a command line as
+    surrogates, which UTF-8 cannot encode.
+
+    Args:
+        given: The dotted keys that the user has set, with their values.
 
     Raises:
         ConfigError: A value has such characters.
@@ -334,15 +344,16 @@ def is_torchrun_rank() -> bool:
 def merge_settings(file: Mapping[str, Any], line: Mapping[str, Any]) -> dict[str, Any]:
     """Merge the settings of files and of the command line, which takes precedence.
 
-    A source on the command line also replaces the two folders of a file, and one image
-    size replaces the sizes of all views.
+    ``data.source`` on the command line also replaces ``data.labeled`` and
+    ``data.unlabeled`` of a file. One image size on the command line replaces the sizes
+    of all views in a file.
 
     Args:
         file: The settings from YAML files, by dotted key.
         line: The settings from the command line, by dotted key.
 
     Raises:
-        ConfigError: The command line has both a source and two folders.
+        ConfigError: The command line has both ``data.source`` and ``data.labeled``.
     """
     if {"data.source", "data.labeled"} <= line.keys():
         raise ConfigError("give either --data or --labeled and --unlabeled, not both")
@@ -384,10 +395,10 @@ def from_keywords(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a Python value as a YAML file would hold it.
+    """Convert a Python value to the form in which a YAML file would hold it.
 
-    A path becomes text, a list of class names becomes text with commas, and a NumPy
-    scalar becomes a number.
+    A path becomes text, a list of texts becomes one text with commas, and a NumPy
+    scalar becomes a number. Other values are returned unchanged.
     """
     if isinstance(value, os.PathLike):
         return os.fspath(value)
@@ -401,12 +412,12 @@ def _plain(value: Any) -> Any:
 
 
 def suggest_name(name: str, names: Iterable[str], keyword: bool = False) -> str:
-    """Suggest which setting an unknown name means, as the end of an error message.
+    """Return the end of an error message that suggests settings for an unknown name.
 
     Args:
         name: The unknown name, without the dashes of an option.
         names: The names of all settings.
-        keyword: Whether the name is a Python keyword and not an option.
+        keyword: Whether the name is a Python keyword and not an option of a command.
     """
     word, known = with_dashes(name), list(names)
     likely = [flag for flag in known if flag.endswith(f".{word}")][:3]
@@ -420,5 +431,5 @@ def suggest_name(name: str, names: Iterable[str], keyword: bool = False) -> str:
 
 
 def with_dashes(name: str) -> str:
-    """Return a key as it is written in an option: with dashes for underscores."""
+    """Replace the underscores of a setting's key by dashes, as options are written."""
     return name.replace("_", "-")

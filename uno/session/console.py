@@ -46,7 +46,11 @@ SILENT = ContextVar("SILENT", default=False)
 
 @contextmanager
 def suppress_output(silent: bool = True) -> Iterator[None]:
-    """Suppress everything but warnings inside the block, if ``silent`` is True."""
+    """Suppress printed lines except warnings, and progress bars, inside the block.
+
+    Args:
+        silent: Whether to do so. If False, the block prints as usual.
+    """
     token = SILENT.set(silent)
     try:
         yield
@@ -97,7 +101,7 @@ def on_stop(request: Callable[[], object], line: str | None = None) -> Iterator[
         return
 
     def handle(number: int, frame: Any) -> None:
-        """Handle the first signal, and let the next one interrupt at once."""
+        """Call ``request`` at the first signal, and let the next one interrupt."""
         for each in old:
             signal.signal(each, signal.default_int_handler)
         if number == signal.SIGHUP:
@@ -245,7 +249,7 @@ class Progress(AbstractContextManager["Progress"]):
             print_line("  ".join(parts), self._stream)
 
     def close(self) -> None:
-        """Close the bar and leave its last state on the terminal."""
+        """Close the progress bar and leave its last state on the terminal."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -258,7 +262,7 @@ class Progress(AbstractContextManager["Progress"]):
 def count_items(
     show: Callable[[dict[str, Any]], None], phase: str, every_s: float
 ) -> Callable[[int, int], None]:
-    """Return a function that shows how many items are done, and the speed.
+    """Return a function that shows how many items of some work are done, and the speed.
 
     The function takes the number of finished items and of all items. The first call
     tells it how many were finished before this command.

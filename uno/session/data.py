@@ -1,4 +1,4 @@
-"""Open the data of a configuration: its rows, images or features, and sets."""
+"""Open the data of a run: its rows, their images or features, and training sets."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -22,7 +22,7 @@ from uno.data.stream import EvalData, TrainData, streaming_eval_sets, streaming_
 from uno.data.unreadable import BAD_SAMPLES, check_bad, name_bad
 from uno.encoders.runtimes import Runtime, choose_runtime, require_runtime
 from uno.errors import ConfigError, Interrupted
-from uno.runs.hardware import at_speed, local_device, num_threads
+from uno.runs.hardware import local_device, num_threads
 from uno.runs.run import frozen_encoder
 from uno.session.console import announce_reading, count_items, print_line
 from uno.session.resources import trains_on_features
@@ -38,7 +38,16 @@ Compute = Callable[[FeatureJob, nn.Module, np.ndarray], Iterable[Chunk]]
 
 
 def read_task(data: DataConfig) -> Task:
-    """Read the rows of a source, and find their known and novel classes and splits.
+    """Read all rows of a data source, and divide them by class and split.
+
+    If this takes more than ten seconds, a line is printed.
+
+    Args:
+        data: The section ``data`` of the configuration, which names the source.
+
+    Returns:
+        The rows with the classes, and for each row whether it is labeled, unlabeled or
+        a test row.
 
     Raises:
         ConfigError: The source cannot be read, or does not fit the settings.
@@ -49,12 +58,14 @@ def read_task(data: DataConfig) -> Task:
 
 
 class Sets(NamedTuple):
-    """The opened data of a run.
+    """The opened data of a run, for training and for evaluation.
 
     Attributes:
-        train: The rows that training may see.
-        truth: Opens the sets with true classes, which only evaluation reads.
-        task: The task, with the images that were kept in memory.
+        train: The rows that training may see: their images or features, and the labels
+            of labeled rows.
+        truth: Opens the sets "train" and "test" with true classes, which only
+            evaluation reads.
+        task: All rows of the run, with the images that were kept in memory.
         ok: bool (N,), the rows that can be read; None if images are streamed.
     """
 
@@ -81,10 +92,13 @@ def open_sets(
         config: The configuration of the run.
         task: All rows of the run.
         storage: The directory of the run.
-        show: Shows the progress.
+        show: Shows the progress. It takes lines of metrics, values by name.
         should_stop: Returns whether the user has asked to stop.
         keep: Whether unreadable images are listed in the file ``bad_samples.jsonl`` of
             the run.
+
+    Returns:
+        The rows for training, and a function that opens the rows for evaluation.
 
     Raises:
         ConfigError: Too many images cannot be read.
@@ -92,9 +106,8 @@ def open_sets(
     """
     if config.data.loading == "streaming":
         stream = streaming_set(config, task, storage)
-        return Sets(
-            stream, partial(streaming_eval_sets, config, task, stream.bad), task, None
-        )
+        truth = partial(streaming_eval_sets, task, stream.source)
+        return Sets(stream, truth, task, None)
     images, reasons = load_images(config, task, storage, show, should_stop)
     leave_out_unreadable(reasons, config, task, storage if keep else None)
     task, ok = keep_pixels(task, images, reasons), ok_mask(reasons)
@@ -146,6 +159,14 @@ def load_images(
 ) -> tuple[Tensor, list[str | None]]:
     """Decode all images of a run, or compute their features with a frozen encoder.
 
+    Args:
+        config: The configuration of the run. ``model.finetune`` is "none" for a frozen
+            encoder.
+        task: All N rows of the run.
+        storage: The directory of the run, which may hold the encoder's weights.
+        show: Shows the progress of computing features.
+        should_stop: Returns whether the user has asked to stop.
+
     Returns:
         Pixels uint8 (N, 3, S, S), or features float32 (N, 1 + V, D) of the evaluation
         view and V random views. For each row the reason why it cannot be read, or None.
@@ -191,16 +212,31 @@ def leave_out_unreadable(
 def compute_local(
     job: FeatureJob, encoder: nn.Module, rows: np.ndarray
 ) -> Iterator[Chunk]:
-    """Encode rows int64 (n,) with threads of this process, see :data:`Compute`."""
+    """Compute features of rows with a frozen encoder, in threads of this process.
+
+    Args:
+        job: The images to encode, and the configuration.
+        encoder: The frozen encoder. It is moved to the device of this process.
+        rows: The numbers of the rows, int64 (n,).
+
+    Yields:
+        Chunks with row numbers, features and the reasons why rows cannot be read, in
+        the order of ``rows``.
+    """
     device, threads = local_device(job.config), num_threads(job.config)
     return features.compute_local(job, encoder.to(device), rows, threads)
 
 
 def _faster_encoder(job: FeatureJob, encoder: nn.Module, rows: np.ndarray) -> nn.Module:
-    """Return the encoder in the form that ``compute.encoder_runtime`` names.
+    """Return a frozen encoder in the form that ``compute.encoder_runtime`` names.
 
-    A batch of the rows int64 (n,) is encoded as a test. On a GPU, and with the runtime
-    "torch", the encoder itself is returned.
+    On a GPU, and with the runtime "torch", the encoder itself is returned. Another
+    runtime encodes a few of the images as a test.
+
+    Args:
+        job: The images to encode, and the configuration.
+        encoder: The frozen encoder.
+        rows: The numbers of the rows to encode, int64 (n,).
 
     Raises:
         ConfigError: The runtime cannot compute the encoder.
@@ -208,7 +244,7 @@ def _faster_encoder(job: FeatureJob, encoder: nn.Module, rows: np.ndarray) -> nn
     plan = choose_runtime(job.config, local_device(job.config))
     if plan is None:
         return encoder
-    fast = at_speed(encoder, plan, num_threads(job.config))
+    fast = Runtime(encoder, plan, num_threads(job.config))
     fast(features.first_images(job, rows))
     return fast
 
@@ -262,7 +298,17 @@ def load_features(
     cache = FeatureCache(Storage(features.cache_directory(config)), job)
 
     def computed(rows: np.ndarray) -> Iterator[Chunk]:
-        """Yield the features of rows int64 (n,) that the cache lacks, in chunks."""
+        """Compute features of the rows that the cache lacks, and announce it.
+
+        Args:
+            rows: The numbers of these rows, int64 (n,).
+
+        Yields:
+            Chunks with row numbers, features and the reasons why rows cannot be read.
+
+        Raises:
+            Interrupted: The user has asked to stop.
+        """
         cached = len(task.rows) - len(rows)
         have = f" ({cached:,} cached)" if cached else ""
         fast = _faster_encoder(job, encoder, rows)
@@ -284,16 +330,17 @@ def load_features(
 
 
 def _warn_if_indistinct(
-    found: Tensor, reasons: Sequence[str | None], advice: str
+    encoded: Tensor, reasons: Sequence[str | None], advice: str
 ) -> None:
-    """Print a warning if features do not distinguish the rows.
+    """Print a warning if the features of different rows hardly differ.
 
     Args:
-        found: Features (N, 1 + V, D). The evaluation views of a sample are examined.
+        encoded: Features (N, 1 + V, D), the evaluation view of each row first. The
+            evaluation views of a sample of rows are examined.
         reasons: For each row the reason why it cannot be read, or None.
-        advice: What the user should check.
+        advice: The end of the warning: what the user should check.
     """
     rows = np.flatnonzero(ok_mask(reasons))
-    sample = found[torch.from_numpy(rows[evenly_spaced(SAMPLE_ROWS, len(rows))]), 0]
+    sample = encoded[torch.from_numpy(rows[evenly_spaced(SAMPLE_ROWS, len(rows))]), 0]
     if len(sample) > 1 and (problem := features.oddity(sample)):
         print_line(f"warning: {features.ODD[problem]}: {advice}")

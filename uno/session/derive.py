@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from uno.config import OWN_ENCODERS, VECTORS, Config, flatten, override, to_dict
-from uno.data.check import MIN_ROWS_PER_CLUSTER, read_headers
+from uno.data.check import MIN_ROWS_PER_CLUSTER
 from uno.data.decode import ok_mask
 from uno.data.embeddings import require_kind
 from uno.data.files import Storage
@@ -125,12 +125,15 @@ def resolve(
 def keep_derived(
     config: Config, given: Collection[str], stored: Mapping[str, Any]
 ) -> Config:
-    """Return the configuration with the values that were derived when a run began.
+    """Replace settings by the values that were derived when the stored run began.
 
     Args:
         config: The configuration of the command that resumes the run.
         given: The dotted keys that the user has set. They are not replaced.
         stored: The stored configuration of the run, by dotted key.
+
+    Returns:
+        The configuration with the derived values of the stored run.
     """
     given = {*given, *(SIZES if IMAGE_SIZE in given else ())}
     keys = [*derived_keys(config), "data.validation_fraction", "data.value_range"]
@@ -144,14 +147,14 @@ def keep_derived(
 
 
 def derived_keys(config: Config) -> tuple[str, ...]:
-    """Return the keys of settings that the rows and images decide unless given.
+    """Return the keys of the settings that are derived from the data unless given.
 
     Args:
         config: The configuration of the run.
 
     Returns:
         Dotted keys. The result is empty for a run on the data of a benchmark, and for a
-        preset other than ``scratch``, ``photos`` and the one for vectors.
+        preset other than ``scratch``, ``photos`` and ``vectors``.
     """
     if config.preset in ("photos", VECTORS):
         of_encoder = OF_ENCODER if _starts_from_run(config) else ()
@@ -195,13 +198,18 @@ def derive_settings(
     rules: tuple[Rule, ...] = ()
     if config.preset in ("photos", VECTORS):
         rules = (
-            _vector_length,
-            _settings_of_weights,
-            _batch_of_heads,
-            _epochs_of_heads,
+            _derive_vector_length,
+            _derive_image_settings,
+            _derive_batch_of_heads,
+            _derive_epochs_of_heads,
         )
     elif derived_keys(config):
-        rules = (_settings_of_weights, _image_size, _batch_size, _epochs)
+        rules = (
+            _derive_image_settings,
+            _derive_image_size,
+            _derive_batch_size,
+            _derive_epochs,
+        )
     values, lines = Values(), list[str]()
     for rule in (*rules, derive_value_range):
         derived, line = rule(config, given, task)
@@ -219,10 +227,19 @@ and the rows. Returns values by dotted key, and a line that names them.
 """
 
 
-def _vector_length(
+def _derive_vector_length(
     config: Config, given: Collection[str], task: Task
 ) -> tuple[Values, str]:
     """Derive ``model.encoder`` from the length of the vectors of a source.
+
+    Args:
+        config: The configuration so far.
+        given: The dotted keys that the user has set.
+        task: The rows of the run.
+
+    Returns:
+        The value, such as "vectors:384", by its key, empty if the source holds images.
+        The line for the user is always empty.
 
     Raises:
         ConfigError: Too many vectors are unusable.
@@ -235,10 +252,20 @@ def _vector_length(
     return {"model.encoder": f"{VECTORS}:{vectors[0].shape[2]}"}, ""
 
 
-def _settings_of_weights(
+def _derive_image_settings(
     config: Config, given: Collection[str], task: Task
 ) -> tuple[Values, str]:
-    """Take the settings of images from the run whose weights this run starts from."""
+    """Take the image settings from the run whose weights this run starts from.
+
+    Args:
+        config: The configuration so far.
+        given: The dotted keys that the user has set.
+        task: The rows of the run.
+
+    Returns:
+        Values by dotted key, empty unless ``model.weights`` names a run; and a line for
+        the user that says so.
+    """
     values = settings_of_weights(config)
     size = values.get(SIZES[0], config.augment.large.size)
     return values, (
@@ -248,11 +275,16 @@ def _settings_of_weights(
 
 
 def settings_of_weights(config: Config) -> Values:
-    """Return the settings of images of the run that ``model.weights`` names.
+    """Return the image settings of the run that ``model.weights`` names.
+
+    The weights of an encoder belong to images of this size and normalization.
 
     Returns:
-        Image size, mean, standard deviation and the like by dotted key. Empty if the
-        weights are not those of a run.
+        Image sizes, crop padding, stem, mean and standard deviation by dotted key.
+        Empty if the weights are not those of a run.
+
+    Raises:
+        ConfigError: The configuration of that run is missing or damaged.
     """
     if not _starts_from_run(config):
         return {}
@@ -271,7 +303,7 @@ def derive_value_range(
     """
     if "data.value_range" in given or config.data.value_range is not None:
         return {}, ""
-    found = choose_value_range(task)
+    found = choose_value_range(task.rows)
     if found is None:
         return {}, ""
     (low, high), why = found
@@ -282,12 +314,15 @@ def derive_value_range(
 
 
 def _starts_from_run(config: Config) -> bool:
-    """Return whether ``model.weights`` names a run, and not a file or a library."""
+    """Return whether ``model.weights`` is a run directory.
+
+    Otherwise it is None, the word "pretrained", or a file of weights.
+    """
     source = config.model.weights
     return source not in (None, PRETRAINED) and not weights.is_file(source)
 
 
-def _image_size(
+def _derive_image_size(
     config: Config, given: Collection[str], task: Task
 ) -> tuple[Values, str]:
     """Derive the sizes of images in pixels, and the encoder's stem.
@@ -296,6 +331,15 @@ def _image_size(
     between 8 and the limit of :data:`MOST_PIXELS`. If the user gave one of the sizes of
     the large view and of the stored images, the other becomes equal. Nothing is derived
     if the user gave both, or if the encoder is a library's or has weights.
+
+    Args:
+        config: The configuration so far.
+        given: The dotted keys that the user has set.
+        task: The rows of the run.
+
+    Returns:
+        Values by dotted key, and a line for the user. Both are empty if nothing is
+        derived.
     """
     if config.model.weights is not None or config.model.encoder not in OWN_ENCODERS:
         return {}, ""
@@ -303,7 +347,7 @@ def _image_size(
     if has_view_size or has_stored_size:
         size = config.augment.large.size if has_view_size else config.data.stored_size
         return dict.fromkeys(SIZES[:2], size), ""
-    sides = [min(header.width, header.height) for header in read_headers(task)[0]]
+    sides = [min(header.width, header.height) for header in task.rows.headers.readable]
     median_side = int(np.median(sides or [config.data.stored_size]))
     stem = config.model.stem
     if config.model.encoder == "resnet_small":
@@ -318,13 +362,22 @@ def _image_size(
     )
 
 
-def _batch_size(
+def _derive_batch_size(
     config: Config, given: Collection[str], task: Task
 ) -> tuple[Values, str]:
     """Derive the batch size for an encoder that is trained.
 
     An epoch has about :data:`STEPS_OF_EPOCH` steps. But a batch has at least 32 rows,
     and at least :data:`MIN_ROWS_PER_CLUSTER` unlabeled rows of each class.
+
+    Args:
+        config: The configuration so far.
+        given: The dotted keys that the user has set.
+        task: The rows of the run.
+
+    Returns:
+        ``train.batch_size`` by its key, and a line for the user. Both are empty if the
+        batch size of ``config`` stays.
     """
     labeled, unlabeled = task.sizes
     mixed = config.data.setting == "gcd"  # some unlabeled rows are of known classes
@@ -333,23 +386,43 @@ def _batch_size(
         MIN_ROWS_PER_CLUSTER * num_classes * (labeled + unlabeled) / max(unlabeled, 1)
     )
     wanted = max(32, least, (labeled + unlabeled) // STEPS_OF_EPOCH)
-    return _fitting_batch(config, task, wanted)
+    return _derive_fitting_batch(config, task, wanted)
 
 
-def _batch_of_heads(
+def _derive_batch_of_heads(
     config: Config, given: Collection[str], task: Task
 ) -> tuple[Values, str]:
-    """Derive the batch size for heads on features of a frozen encoder, if any train."""
+    """Derive the batch size for heads that are trained on features of a frozen encoder.
+
+    Args:
+        config: The configuration so far.
+        given: The dotted keys that the user has set.
+        task: The rows of the run.
+
+    Returns:
+        ``train.batch_size`` by its key, and a line for the user. Both are empty if the
+        batch size of ``config`` stays, or if no head is trained.
+    """
     if not config.discover.epochs:
         return {}, ""
-    return _fitting_batch(config, task, config.train.batch_size)
+    return _derive_fitting_batch(config, task, config.train.batch_size)
 
 
-def _fitting_batch(config: Config, task: Task, wanted: int) -> tuple[Values, str]:
-    """Return the largest batch size up to ``wanted`` that the rows fill.
+def _derive_fitting_batch(
+    config: Config, task: Task, wanted: int
+) -> tuple[Values, str]:
+    """Return the largest batch size up to ``wanted`` for which there are enough rows.
 
-    The batch size of ``config`` is the largest that is returned. Unusable vectors are
-    not counted as rows.
+    Unusable vectors are not counted as rows.
+
+    Args:
+        config: The configuration. Its batch size is the largest that is returned.
+        task: The rows of the run.
+        wanted: The largest batch size to return.
+
+    Returns:
+        ``train.batch_size`` by its key, and a line for the user. Both are empty if the
+        batch size of ``config`` stays.
     """
     vectors = task.rows.images.vectors(np.arange(len(task.rows)))
     rows = train_rows(task, None if vectors is None else ok_mask(vectors[1]))
@@ -365,7 +438,9 @@ def _fitting_batch(config: Config, task: Task, wanted: int) -> tuple[Values, str
     )
 
 
-def _epochs(config: Config, given: Collection[str], task: Task) -> tuple[Values, str]:
+def _derive_epochs(
+    config: Config, given: Collection[str], task: Task
+) -> tuple[Values, str]:
     """Derive the number of epochs of both phases, for an encoder that is trained.
 
     A phase gets the number of :data:`EPOCHS`, or fewer so that it has about
@@ -373,6 +448,14 @@ def _epochs(config: Config, given: Collection[str], task: Task) -> tuple[Values,
     are warm-up. A phase keeps its number if the user gave it, or if it differs from
     that of the preset ``scratch``. With ``model.weights`` there is no pretraining,
     which then gets no number.
+
+    Args:
+        config: The configuration so far.
+        given: The dotted keys that the user has set.
+        task: The rows of the run.
+
+    Returns:
+        Epochs and warm-up epochs of each phase by dotted key, and a line for the user.
     """
     scratch, values, parts = preset("scratch", config.recipe), Values(), list[str]()
     for name, most in EPOCHS.items():
@@ -393,15 +476,24 @@ def _epochs(config: Config, given: Collection[str], task: Task) -> tuple[Values,
     )
 
 
-def _epochs_of_heads(
+def _derive_epochs_of_heads(
     config: Config, given: Collection[str], task: Task
 ) -> tuple[Values, str]:
-    """Derive the number of discovery epochs for heads on features.
+    """Derive the number of discovery epochs for heads on features of a frozen encoder.
 
     The preset's number is reduced so that there are at most :data:`MOST_HEAD_STEPS`
     steps, but one epoch at least. A tenth of the epochs are warm-up. Nothing is derived
     if the preset's number is small enough, if the user gave it, or if the encoder is
     fine-tuned.
+
+    Args:
+        config: The configuration so far.
+        given: The dotted keys that the user has set.
+        task: The rows of the run.
+
+    Returns:
+        Epochs and warm-up epochs of discovery by dotted key, and a line for the user.
+        Both are empty if nothing is derived.
     """
     steps = max(1, sum(task.sizes) // config.train.batch_size)
     is_fixed = "discover.epochs" in given or config.model.finetune != "none"

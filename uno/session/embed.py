@@ -40,7 +40,8 @@ def embed(
     Args:
         config: The configuration. ``config.data`` names the rows, and ``config.output``
             the file.
-        given: The dotted keys that the user has set.
+        given: The dotted keys that the user has set. Image settings that are not among
+            them are taken from the run that ``model.weights`` names, if it names one.
         num_views: The number of random views that are written for each row, besides the
             evaluation view.
 
@@ -106,7 +107,7 @@ def embed(
 
 
 def fill_cache(config: Config) -> None:
-    """Compute the features of a run that the cache lacks.
+    """Compute the features of a run's frozen encoder that the feature cache lacks.
 
     Args:
         config: The configuration of the run.
@@ -123,7 +124,9 @@ def fill_cache(config: Config) -> None:
 def _compute_features(
     config: Config, task: Task, storage: Storage
 ) -> tuple[Tensor, list[str | None]]:
-    """Return the features of all rows, and show the progress.
+    """Return the features of all rows under a frozen encoder, and show the progress.
+
+    Features in the cache are read, and the others are computed and cached.
 
     Args:
         config: The configuration. ``compute.num_workers`` decides where rows are
@@ -132,7 +135,11 @@ def _compute_features(
         storage: The directory that may hold the encoder's weights.
 
     Returns:
-        As :func:`uno.session.data.load_features`.
+        Features float32 (N, 1 + V, D) of the evaluation view and V random views. For
+        each row the reason why it cannot be read, or None.
+
+    Raises:
+        Interrupted: The user stopped it.
     """
     stopping, backend = threading.Event(), choose_backend(config)
     encoding = backend.encoding(config, stopping.is_set)

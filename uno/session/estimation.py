@@ -28,10 +28,11 @@ def estimate_classes(
     dry_run: bool = False,
     backend: Backend | None = None,
 ) -> Estimate | None:
-    """Estimate the number of novel classes, and print the result.
+    """Estimate the number of novel classes among unlabeled rows, and print the result.
 
     Args:
-        config: The configuration. Curves and encoders are stored in its ``output``.
+        config: The configuration. The estimate and pretrained encoders are stored in
+            its ``output``.
         given: The dotted keys that the user has set.
         settings: The parameters of the estimate, by default those of :class:`Settings`.
         dry_run: Whether everything is checked and nothing is computed.
@@ -91,58 +92,73 @@ def estimate_classes(
     return estimate
 
 
-def format_estimate(found: Estimate) -> str:
-    """Format an estimate for the console.
+def format_estimate(estimate: Estimate) -> str:
+    """Format an estimate of the number of novel classes for the console.
 
     Returns:
-        A table with what is known about each number of novel classes k. Then the
-        estimate with its interval, and the command that can follow.
+        A table with one row for each number k of novel classes that was tried: its
+        probability for a frozen encoder, otherwise its scores. Then the estimate with
+        its interval, and the command that can follow.
     """
-    lines = _curve_lines(found) if found.splits else _probability_lines(found)
+    lines = _curve_lines(estimate) if estimate.splits else _probability_lines(estimate)
     lines.append(
-        f"\nestimated new classes: {found.num_novel} (interval {found.low} to"
-        f" {found.high})"
+        f"\nestimated new classes: {estimate.num_novel} (interval {estimate.low} to"
+        f" {estimate.high})"
     )
-    if not found.splits:
+    if not estimate.splits:
         reason = "pairs that may be one class are named after the run"
-    elif found.suggested < found.high:
+    elif estimate.suggested < estimate.high:
         reason = "the interval is too wide for its larger end"
     else:
         reason = "the larger end of the interval"
     lines.append(
         "next: extra classes can be merged later with uno classes, missing ones"
-        f" cannot: --num-novel {found.suggested} ({reason})"
+        f" cannot: --num-novel {estimate.suggested} ({reason})"
     )
-    if found.at_limit:
-        again = f"repeat uno estimate-classes with --max-novel {2 * found.ks[-1]}"
+    if estimate.at_limit:
+        again = f"repeat uno estimate-classes with --max-novel {2 * estimate.ks[-1]}"
         lines.append(f"warning: the interval reaches the largest number tried; {again}")
     return "\n".join(lines)
 
 
-def _mark(found: Estimate, k: int) -> str:
-    """Return what is said beside the number k of novel classes."""
-    if k == found.num_novel:
+def _format_mark(estimate: Estimate, k: int) -> str:
+    """Return the end of the table row of k novel classes.
+
+    It says whether k is the estimate or lies in its interval; otherwise it is empty.
+    """
+    if k == estimate.num_novel:
         return "  <- estimate"
-    return "  in the interval" if found.low <= k <= found.high else ""
+    return "  in the interval" if estimate.low <= k <= estimate.high else ""
 
 
-def _probability_lines(found: Estimate) -> list[str]:
-    """Format the probability of each k, without those of less than one percent."""
+def _probability_lines(estimate: Estimate) -> list[str]:
+    """Format a table with the probability of each number k of novel classes.
+
+    Numbers of less than one percent are left out, unless they lie in the interval.
+    """
     lines = ["", f"{'k':>4}  probability"]
-    for k, share in zip(found.ks, found.curves["probability"], strict=True):
-        if share >= MIN_SHOWN or found.low <= k <= found.high:
-            lines.append(f"{k:>4}  {100 * share:>10.0f}%{_mark(found, k)}")
+    for k, share in zip(estimate.ks, estimate.curves["probability"], strict=True):
+        if share >= MIN_SHOWN or estimate.low <= k <= estimate.high:
+            lines.append(f"{k:>4}  {100 * share:>10.0f}%{_format_mark(estimate, k)}")
     return lines
 
 
-def _curve_lines(found: Estimate) -> list[str]:
-    """Format F1, accuracy and silhouette (CVI) of each k, and the clusters' sizes."""
+def _curve_lines(estimate: Estimate) -> list[str]:
+    """Format a table with the scores of each number k of novel classes.
+
+    The scores are F1, accuracy, and silhouette (CVI, cluster validity index). A last
+    line says how many clusters have more rows than each of several sizes.
+    """
     lines = ["", f"{'k':>4}  {'F1':>5}  {'ACC':>5}  {'CVI':>6}"]
     for k, f1, acc, cvi in zip(
-        found.ks, *(found.curves[name] for name in ("f1", "acc", "cvi")), strict=True
+        estimate.ks,
+        *(estimate.curves[name] for name in ("f1", "acc", "cvi")),
+        strict=True,
     ):
-        lines.append(f"{k:>4}  {f1:>5.3f}  {acc:>5.3f}  {cvi:>6.3f}{_mark(found, k)}")
-    ratios = zip(found.sizes["ratios"], found.sizes["clusters"], strict=True)
+        lines.append(
+            f"{k:>4}  {f1:>5.3f}  {acc:>5.3f}  {cvi:>6.3f}{_format_mark(estimate, k)}"
+        )
+    ratios = zip(estimate.sizes["ratios"], estimate.sizes["clusters"], strict=True)
     shares = ", ".join(f"{count:.1f} (r {ratio:g})" for ratio, count in ratios if ratio)
     lines.append(
         f"\nclusters of unlabeled images larger than r x the largest: {shares}"

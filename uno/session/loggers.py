@@ -33,7 +33,7 @@ MLFLOW_LIMITS = {
 
 
 class Record(NamedTuple):
-    """The run that a logger records.
+    """The run that a logger such as TensorBoard or MLflow records.
 
     Attributes:
         storage: The run directory.
@@ -48,13 +48,13 @@ class Record(NamedTuple):
     settings: Mapping[str, Any]
 
     def key(self, logger: str, new: Callable[[], str]) -> tuple[str, bool]:
-        """Return the identifier under which a logger knows this run.
+        """Return the identifier of this run in the data base of a logger.
 
         It is stored in the run directory, so that a resumed run continues the same
         record.
 
         Args:
-            logger: The name of the logger.
+            logger: The name of the logger: "wandb" or "mlflow".
             new: Makes an identifier if the run has none.
 
         Returns:
@@ -73,13 +73,22 @@ class Logger(Protocol):
     """
 
     def log(self, phase: str, step: int, values: Mapping[str, float]) -> None:
-        """Record the values of one training step. Steps repeat after a roll-back.
+        """Record the values of one training step.
 
-        The metrics of the finished run are step 0 of the phase "results".
+        After training rolled back to a checkpoint, steps are recorded again.
+
+        Args:
+            phase: The training phase, or "results" for the metrics of the finished run.
+            step: The number of the step in its phase; 0 for "results".
+            values: Numbers by name, such as "loss".
         """
 
     def close(self, failed: bool) -> None:
-        """End the record of a run that has finished or failed."""
+        """End the record of a run.
+
+        Args:
+            failed: Whether the run ended with an exception.
+        """
 
 
 class TensorBoard:
@@ -105,9 +114,15 @@ class TensorBoard:
     def log(self, phase: str, step: int, values: Mapping[str, float]) -> None:
         """Record the values of one training step in the directory of its phase.
 
-        After a roll-back the later steps are hidden. Each phase has a separate
-        directory, because TensorBoard hides all later steps of a directory, in every
-        phase.
+        If the step is not larger than the last one, because training rolled back,
+        TensorBoard hides the steps that were recorded from this step on. Each phase has
+        a separate directory, because TensorBoard hides all later steps of a directory,
+        in every phase.
+
+        Args:
+            phase: The training phase, or "results".
+            step: The number of the step in its phase.
+            values: Numbers by name.
         """
         if step <= self._last.get(phase, step):
             if phase in self._writers:
@@ -126,7 +141,11 @@ class TensorBoard:
             self._upload()
 
     def close(self, failed: bool) -> None:
-        """Close the files of events, and upload them if the run directory is a URI."""
+        """Close the files of events, and upload them if the run directory is a URI.
+
+        Args:
+            failed: Not used.
+        """
         for writer in self._writers.values():
             writer.close()
         if not self._storage.is_local:
@@ -134,7 +153,7 @@ class TensorBoard:
             shutil.rmtree(self._folder)
 
     def _upload(self) -> None:
-        """Upload all files of events, and decide when to do so again."""
+        """Upload all files of events, and set the time of the next upload."""
         start, num_bytes = time.monotonic(), 0
         for folder, _, names in os.walk(self._folder):
             for name in names:
@@ -174,7 +193,12 @@ class WandB:
     def log(self, phase: str, step: int, values: Mapping[str, float]) -> None:
         """Record the values of one training step against the metric ``PHASE/step``.
 
-        W&B's own step can only rise, but steps repeat after a roll-back.
+        W&B's own step can only rise, but steps repeat after training rolled back.
+
+        Args:
+            phase: The training phase, or "results".
+            step: The number of the step in its phase.
+            values: Numbers by name.
         """
         if phase not in self._phases:
             self._phases.add(phase)
@@ -227,7 +251,13 @@ class MLflow:
             self._client.log_batch(self._id, params=params[start : start + 100])
 
     def log(self, phase: str, step: int, values: Mapping[str, float]) -> None:
-        """Queue the values of one training step under ``PHASE/name``."""
+        """Queue the values of one training step for MLflow, under ``PHASE/name``.
+
+        Args:
+            phase: The training phase, or "results".
+            step: The number of the step in its phase.
+            values: Numbers by name.
+        """
         now = round(1000 * time.time())
         metrics = [
             self._metric(f"{phase}/{name}", value, now, step)
@@ -272,9 +302,10 @@ def require_loggers(config: Config) -> None:
 
 
 class Loggers(AbstractContextManager["Loggers"]):
-    """All loggers of a run.
+    """All loggers of a run that ``--report-to`` names, as a context manager.
 
-    A logger that raises an error is switched off, with one warning.
+    A call sends a line of metrics to each of them. A logger that raises an error is
+    switched off, with one warning. The end of the block closes the loggers.
     """
 
     def __init__(
@@ -302,13 +333,21 @@ class Loggers(AbstractContextManager["Loggers"]):
                     self._loggers[name] = make(record)
 
     def __call__(self, metrics: Mapping[str, Any]) -> None:
-        """Send a line of metrics. A line without a finite loss is not sent."""
+        """Send a line of metrics to all loggers, unless it has no finite loss.
+
+        Args:
+            metrics: Values by name. "phase" and "step" are required.
+        """
         if math.isfinite(metrics.get("loss", math.nan)):
             phase, step, values = metrics["phase"], metrics["step"], scalars(metrics)
             self._call_each(lambda logger: logger.log(phase, step, values))
 
     def results(self, values: Mapping[str, float]) -> None:
-        """Send the metrics of the finished run that are finite."""
+        """Send the finite metrics of the finished run to all loggers.
+
+        Args:
+            values: The metrics by name.
+        """
         finite = {name: v for name, v in values.items() if math.isfinite(v)}
         if finite:
             self._call_each(lambda logger: logger.log("results", 0, finite))
@@ -318,14 +357,22 @@ class Loggers(AbstractContextManager["Loggers"]):
         self._call_each(lambda logger: logger.close(kind is not None))
 
     def _call_each(self, call: Callable[[Logger], None]) -> None:
-        """Call a function for each logger that is not switched off."""
+        """Call a function for each logger that is not switched off.
+
+        Args:
+            call: Takes the logger.
+        """
         for name, logger in list(self._loggers.items()):
             with self._switched_off_by_errors(name):
                 call(logger)
 
     @contextmanager
     def _switched_off_by_errors(self, name: str) -> Iterator[None]:
-        """Forget a logger that raises an error, and print a warning."""
+        """Switch a logger off, with a warning, if the block raises an error.
+
+        Args:
+            name: The name of the logger, such as "wandb".
+        """
         try:
             yield
         except Exception as error:
@@ -336,9 +383,17 @@ class Loggers(AbstractContextManager["Loggers"]):
 
 
 def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a line of metrics by name, with one loss for each head.
+    """Return the numbers of a line of metrics by name, for a logger.
 
-    Values in :data:`POSITION_KEYS` are left out.
+    Position values such as the epoch, :data:`POSITION_KEYS`, are left out.
+
+    Args:
+        metrics: JSON values by name. The list "head_losses" has one loss for each
+            cluster head.
+
+    Returns:
+        The numbers by name, and the loss of each head as "head_loss/0", "head_loss/1"
+        and so on.
     """
     values = {
         k: v

@@ -76,11 +76,12 @@ def discover(
         config: The configuration before the data is read.
         given: The dotted keys that the user has set, with their values.
         overwrite: Whether a run in the same directory is started over.
-        last: The last phase, "pretrain" or "discover".
-        predict: Whether all rows are predicted.
+        last: The last phase, "pretrain" or "discover". After "pretrain" nothing is
+            evaluated or written but checkpoints.
+        predict: Whether the trained model then classifies all rows of the data, and the
+            predictions are written into the run directory.
         report: Whether a report is written, also of a finished run that has none.
-        backend: Does the work of the run, by default chosen by
-            ``compute.num_workers``.
+        backend: Does the work of the run, by default chosen by ``compute.num_workers``.
 
     Raises:
         ConfigError: The run cannot succeed, or another command holds its directory.
@@ -108,7 +109,11 @@ def discover(
             _begin_directory(run)
 
             def show(line: dict[str, Any]) -> None:
-                """Send a line, and delete the former run once training begins."""
+                """Send a line of metrics to the loggers.
+
+                The first line of a training phase also deletes the former run of the
+                directory.
+                """
                 if line.get("phase") in PHASES:
                     discard_former_run()
                 loggers(line)
@@ -129,8 +134,9 @@ def evaluate(target: str, given: Mapping[str, Any]) -> None:
     """Evaluate a finished run again, and update its report if the metrics have changed.
 
     Args:
-        target: The directory of the run.
-        given: Settings by dotted key: where to compute, and where the data is now.
+        target: The directory of the run, a path or URI.
+        given: Settings by dotted key that replace those of the run: where to compute,
+            and where the data is now.
 
     Raises:
         ConfigError: There is no such run, or its data has changed.
@@ -152,14 +158,15 @@ def evaluate(target: str, given: Mapping[str, Any]) -> None:
 
 
 def report(target: str, given: Mapping[str, Any]) -> str:
-    """Write the report of a run, finished or not, and return its path or URI.
+    """Write the HTML report of a run, finished or not, and return its path or URI.
 
     If the data is missing or has changed, the report shows what the directory still
     holds.
 
     Args:
-        target: The directory of the run.
-        given: Settings by dotted key: where to compute, and where the data is now.
+        target: The directory of the run, a path or URI.
+        given: Settings by dotted key that replace those of the run: where to compute,
+            and where the data is now.
     """
     run = open_stored_run(target, given)
     run.opened, run.data_problem = open_task(run.config, run.storage)
@@ -173,7 +180,9 @@ def apply_classes(run: Run, model: Classifier, edited: list[OutputClass]) -> Non
     """Apply edited classes to the model of a run and to all files that depend on them.
 
     Names, merged classes and dropped classes change in the model, the predictions, the
-    metrics, the report and exported models. Only what has changed is computed again.
+    metrics, the report and exported models. Rows are only predicted or evaluated again
+    if other classes were merged or dropped; new names are written into the stored
+    predictions.
 
     Args:
         run: The locked run, or a copy of its ``model/``.
@@ -243,8 +252,9 @@ def finish(
         run: The run.
         model: Its model, or None if the model card stays as it is.
         metrics: Its new metrics, or None if it was not evaluated.
-        predict: Whether the model predicts all rows again.
-        report: Whether the report is written.
+        predict: Whether ``model`` classifies all rows of the run, and the new
+            predictions replace those that are stored.
+        report: Whether the HTML report is written.
     """
     if model is not None:
         _write_card(run, model, (run.metrics or {}) if metrics is None else metrics)
@@ -277,10 +287,18 @@ def try_phases(
     last: str = DISCOVER,
     backend: Backend | None = None,
 ) -> None:
-    """Check a run and take one step of each of its phases, and keep nothing.
+    """Check a run and take one step of each of its phases, and keep nothing: a dry run.
 
     The steps are taken in this process and in a temporary directory, with every
-    backend. The arguments have the same meaning as those of :func:`discover`.
+    backend.
+
+    Args:
+        config: The configuration before the data is read.
+        given: The dotted keys that the user has set, with their values.
+        overwrite: Whether the run would be started over in its directory.
+        last: The last phase, "pretrain" or "discover".
+        backend: The backend that would do the work, by default chosen by
+            ``compute.num_workers``.
 
     Raises:
         ConfigError: The run cannot succeed.
@@ -329,6 +347,8 @@ def try_phases(
 def _begin_directory(run: Run) -> None:
     """Write the first files of a new run, or check that a resumed run has not changed.
 
+    Then print what the run will do.
+
     Raises:
         ConfigError: The directory holds a run of other settings or data.
     """
@@ -345,15 +365,13 @@ def _begin_directory(run: Run) -> None:
 def _train_and_evaluate(run: Run, also: Show = lambda line: None) -> dict[str, float]:
     """Train the unfinished phases of a locked run, evaluate it, and show the progress.
 
-    ``run.backend`` becomes the backend that
-    predicts and shows the rows.
-
     Args:
-        run: The locked run. It is changed.
-        also: Also receives each line of metrics.
+        run: The locked run. ``run.backend`` becomes the backend that predicts rows and
+            decodes images after training.
+        also: Also receives each line of metrics, besides the console.
 
     Returns:
-        The metrics, empty unless ``run.evaluate``.
+        The metrics by name, empty unless ``run.evaluate``.
     """
     directory.delete_leftovers(run.storage)
     reached = [
@@ -366,7 +384,7 @@ def _train_and_evaluate(run: Run, also: Show = lambda line: None) -> dict[str, f
     with Progress(interval=run.config.train.log_every) as progress:
 
         def show(line: dict[str, Any]) -> None:
-            """Show a line of metrics on the console, and pass it on."""
+            """Show a line of metrics on the console, and pass it to ``also``."""
             progress(line)
             also(line)
 
@@ -382,15 +400,20 @@ def _train_and_evaluate(run: Run, also: Show = lambda line: None) -> dict[str, f
 
 
 def _save_model(run: Run) -> Classifier:
-    """Write the model of a trained run into ``model/`` and return it."""
+    """Write the trained model of a run into its folder ``model/``, and return it."""
     model, best_head = run.trained
     return save_model(run.config, run.storage, model.cpu(), best_head, run.task.known)
 
 
 def _write_card(run: Run, model: Classifier, metrics: Mapping[str, float]) -> None:
-    """Write the model card.
+    """Write the model card ``README.md`` beside the files of a run's model.
 
-    Without the rows of the run, the card keeps its former line on the data.
+    If the rows of the run are not open, the card keeps its former line on the data.
+
+    Args:
+        run: The run.
+        model: Its model.
+        metrics: The metrics of the run by name, for the tables of the card.
     """
     name = model_folder(run.storage) + CARD_FILE
     facts = {}
@@ -403,7 +426,10 @@ def _write_card(run: Run, model: Classifier, metrics: Mapping[str, float]) -> No
 
 
 def _mark_measured(storage: Storage) -> None:
-    """Note in ``classes.json`` that the metrics belong to the classes in it."""
+    """Note in ``model/classes.json`` that the metrics belong to its merges and drops.
+
+    Merged and dropped classes change the metrics of a run.
+    """
     stored = ModelClasses.parse(storage.read(CLASSES_FILE))
     if not stored.is_measured:
         storage.write(CLASSES_FILE, stored.as_measured().dump())

@@ -49,8 +49,8 @@ def predict(
 ) -> None:
     """Classify the images of a source with the model of a run: ``uno predict``.
 
-    Without a source, the rows of the run itself are classified. The table is
-    the folder ``predictions`` in the output directory.
+    Without a source, the rows of the run itself are classified. The predictions are a
+    table of Parquet files, in the folder ``predictions`` of the output directory.
 
     Args:
         target: The directory of the run, or a copy of its ``model/``.
@@ -111,7 +111,7 @@ def predict(
         f" {summary.path}"
     )
     if csv:
-        print_line(f"as CSV: {write_csv(output)}")
+        print_line(f"as CSV: {write_csv(output, output)}")
     if folders:
         with interrupt_on_signal(kept), Progress() as progress:
             show = count_items(progress, "copy", INTERVAL_S)
@@ -119,12 +119,17 @@ def predict(
 
 
 def predict_run(run: Run, model: Classifier) -> Summary:
-    """Predict all rows of a run into its folder ``predictions``.
+    """Classify all rows of a run, and write the predictions into its directory.
 
     Predictions of an earlier model are replaced.
 
+    Args:
+        run: The locked run.
+        model: Its model.
+
     Returns:
-        The numbers of rows.
+        The numbers of all, readable and unreadable rows, and the path of the
+        predictions.
     """
     writer = PredictionWriter(
         run.storage, run.task.rows, model, embedding=False, replace=True
@@ -135,8 +140,14 @@ def predict_run(run: Run, model: Classifier) -> Summary:
 def _predict(run: Run, model: Classifier, writer: PredictionWriter) -> Summary:
     """Classify the rows that a writer has not written yet, and show the progress.
 
+    Args:
+        run: The run, which has the backend.
+        model: The model.
+        writer: Holds the rows and writes their predictions.
+
     Returns:
-        The numbers of rows, and the path of the table.
+        The numbers of all, readable and unreadable rows, and the path of the
+        predictions.
     """
     if writer.complete:
         return writer.finish()

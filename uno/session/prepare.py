@@ -56,16 +56,19 @@ def open_run(
     """Complete the configuration of a run, read its rows and examine its directory.
 
     Nothing is written into the directory, with one exception: a former run, which a
-    killed command with ``--overwrite`` has set aside, is moved back.
+    killed command with ``--overwrite`` has set aside, is moved back. If the number of
+    novel classes is "auto", it is estimated here.
 
     Args:
         config: The configuration before the data is read.
         given: The dotted keys that the user has set, with their values.
         overwrite: Whether a run in the same directory is started over.
         last: The last phase, "pretrain" or "discover".
-        backend: Does the work of the run, by default chosen by
-            ``compute.num_workers``.
+        backend: Does the work of the run, by default chosen by ``compute.num_workers``.
         dry_run: Whether the output directory is neither checked nor used.
+
+    Returns:
+        The run, with ``resumes`` set if its directory holds it already.
 
     Raises:
         ConfigError: The settings do not fit each other or the data, or the directory
@@ -115,14 +118,15 @@ def open_run(
 
 
 def open_stored_run(target: str, given: Mapping[str, Any]) -> Run:
-    """Open the run in a directory, to work on it.
+    """Open a stored run, for a command that evaluates it or writes its report.
 
     The workers and the device of its training are replaced by this process, because
     they may have been on another machine.
 
     Args:
         target: The directory, a path or URI.
-        given: Settings by dotted key: where to compute, and where the data is now.
+        given: Settings by dotted key that replace those of the run: where to compute,
+            and where the data is now.
 
     Raises:
         ConfigError: The directory holds no run or a damaged one, or this machine lacks
@@ -165,7 +169,8 @@ def check_source(config: Config, given: Mapping[str, Any]) -> None:
 def check_run(run: Run) -> None:
     """Check that a run can succeed, before anything is computed.
 
-    A dry run decodes images for up to a minute.
+    The data, the memory and the runtime of the encoder are checked. A dry run decodes
+    images for up to a minute.
 
     Raises:
         ConfigError: The run cannot succeed. For example, its data does not fit into
@@ -228,9 +233,11 @@ def check_data(
 
 
 def _examine_directory(run: Run, overwrite: bool) -> None:
-    """Find out whether the output directory holds this run already.
+    """Set ``run.resumes`` to whether the output directory holds this run already.
 
-    ``run.resumes`` is set to the answer.
+    Args:
+        run: The run. Nothing is written into its directory if the directory is new.
+        overwrite: Whether a run in the directory is started over.
 
     Raises:
         ConfigError: The directory holds something else, or a run of other settings or
@@ -245,7 +252,11 @@ def _examine_directory(run: Run, overwrite: bool) -> None:
 
 
 def _restore_former_run(storage: Storage) -> None:
-    """Move back a former run that a killed command with ``--overwrite`` set aside."""
+    """Move back a former run that a killed command with ``--overwrite`` set aside.
+
+    Args:
+        storage: The run directory. Nothing happens if it has no former run.
+    """
     if storage.exists(FORMER_FOLDER):
         with lock.lock_run(storage, on_wait=print_line) as claim:
             if former.complete_overwrite(claim.storage):
@@ -253,7 +264,7 @@ def _restore_former_run(storage: Storage) -> None:
 
 
 def _require_separate_paths(config: Config, storage: Storage, is_run: bool) -> None:
-    """Check that the output directory of a new run and its inputs are apart.
+    """Check that the output directory and the inputs of a new run are not nested.
 
     Args:
         config: The configuration of the new run.
@@ -290,7 +301,10 @@ def _require_separate_paths(config: Config, storage: Storage, is_run: bool) -> N
 
 
 def _is_below(path: str, folder: str) -> bool:
-    """Return whether a path is a folder, or is inside it."""
+    """Return whether a path or URI is a folder, or is inside it.
+
+    Links of local paths are followed.
+    """
     inner, outer = (
         name if is_uri(name) else os.path.realpath(name)
         for name in map(normalize_path, (path, folder))

@@ -35,7 +35,14 @@ POLL_S = 0.1  # seconds between two checks whether rank 0 has sent something
 
 
 class _TorchWorker(distributed.GroupWorker):
-    """A rank that torchrun started. Rank 0 shows the metrics."""
+    """The process of one rank that torchrun started. Rank 0 shows the metrics.
+
+    Args:
+        backend: Has the number of the rank and of all ranks.
+        device: The device of this rank.
+        asked_to_stop: Returns whether this rank has received a signal to stop.
+        show: Takes each line of metrics on rank 0.
+    """
 
     def __init__(
         self,
@@ -56,8 +63,8 @@ class _TorchWorker(distributed.GroupWorker):
 class TorchrunBackend(LocalBackend):
     """The backend of the ranks that ``torchrun`` started, one process each.
 
-    Rank 0 runs the command, prints, holds the lock of the run, and alone does what is
-    neither training nor evaluation. The other ranks call :meth:`follow`.
+    Rank 0 runs the command, prints, and holds the lock of the run. The other ranks only
+    train and evaluate, see :meth:`follow`.
     """
 
     def __init__(self) -> None:
@@ -68,13 +75,13 @@ class TorchrunBackend(LocalBackend):
         self._job_is_sent = False
 
     def lead_or_follow(self, command: Callable[["TorchrunBackend"], int]) -> int:
-        """Run the command on rank 0, and follow it on the other ranks.
+        """Run the command on rank 0, and help with it on the other ranks.
 
         The first rank that ends with an error raises it. A rank that fails after it,
         usually because of it, only returns its exit code.
 
         Args:
-            command: Takes this backend, and returns an exit code.
+            command: Takes this backend, and returns an exit code. Called on rank 0.
 
         Returns:
             The exit code of this rank.
@@ -93,7 +100,14 @@ class TorchrunBackend(LocalBackend):
                 self._send_job(None)
 
     def sized(self, config: Config) -> Config:
-        """Return the configuration with one worker for each rank, and with a device.
+        """Set the number of workers to that of the ranks, and choose the device.
+
+        Args:
+            config: The configuration. Its device may be "auto".
+
+        Returns:
+            The configuration with one worker for each rank, and with the device "cuda"
+            or "cpu".
 
         Raises:
             ConfigError: The configuration asks for another number of workers, or for a
@@ -131,8 +145,15 @@ class TorchrunBackend(LocalBackend):
     def train(self, run: Run, show: Show) -> dict[str, float]:
         """Train and evaluate the run on all ranks. Only rank 0 calls this.
 
-        The description of the run is sent to the other ranks first, see
-        :meth:`Backend.train` and :meth:`follow`.
+        The description of the run is sent to the other ranks first, which wait for it
+        in :meth:`follow`.
+
+        Args:
+            run: The locked run. Without phases it is only evaluated.
+            show: Takes each line of metrics, values by name.
+
+        Returns:
+            The metrics by name, empty unless ``run.evaluate``.
         """
         assert run.lock is not None
         self._send_job(
@@ -186,14 +207,19 @@ class TorchrunBackend(LocalBackend):
     def _is_first_to_end(self) -> bool:
         """Return whether this rank is the first that ends with an error.
 
-        True if the store that all ranks share is gone, so that this cannot be known.
+        The ranks count their errors in the store of torchrun. True if this store is
+        gone, so that it cannot be known.
         """
         with suppress(RuntimeError):  # the store is gone with its process
             return int(self._store.add("ends", 1)) == 1
         return True
 
     def _send_job(self, job: dict[str, Any] | None) -> None:
-        """Send the description of a run to the other ranks; None lets them end."""
+        """Send the description of a run to the other ranks, which wait for it.
+
+        Args:
+            job: JSON values by name; None to let the other ranks end without training.
+        """
         self._job_is_sent = True
         self._store.set("job", json.dumps(job))
 
@@ -203,6 +229,13 @@ class TorchrunBackend(LocalBackend):
         Rank 0 computes and caches the features of a frozen encoder before the other
         ranks open the data. SIGTERM is ignored outside of training, because torchrun
         sends it to all ranks as soon as one has ended.
+
+        Args:
+            run: The run.
+            show: Takes each line of metrics on rank 0.
+
+        Returns:
+            The metrics by name, the same on all ranks; empty unless ``run.evaluate``.
         """
         config, storage, device = run.config, run.storage, run.device
         torch.set_num_threads(num_threads(config, self._local_size))

@@ -55,7 +55,10 @@ class FreeMemory(NamedTuple):
 
 
 def free_memory(config: Config) -> FreeMemory:
-    """Return the memory that is free for a worker on this machine."""
+    """Return the memory that is free for a worker on this machine, in bytes.
+
+    Of a GPU this is the share that ``compute.gpus_per_worker`` gives to a worker.
+    """
     device = free_device_bytes(config)
     share = min(1.0, config.compute.gpus_per_worker or 1.0)
     return FreeMemory(
@@ -64,7 +67,7 @@ def free_memory(config: Config) -> FreeMemory:
 
 
 def free_host_bytes() -> int:
-    """Return the memory that the kernel and the container leave to this process."""
+    """Return the bytes of memory that the system and the container have left."""
     free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError), open(MEMINFO, encoding="ascii") as file:  # Linux only
         for line in file:
@@ -81,7 +84,7 @@ def free_host_bytes() -> int:
 
 
 def free_device_bytes(config: Config) -> int | None:
-    """Return the free memory of the GPU of this process, or None without a GPU."""
+    """Return the free bytes of the GPU of this process, or None without a GPU."""
     if config.compute.device == "cpu" or not torch.cuda.is_available():
         return None
     return int(torch.cuda.mem_get_info()[0])
@@ -93,7 +96,10 @@ def trains_on_features(config: Config) -> bool:
 
 
 def row_bytes(config: Config) -> int:
-    """Return the bytes of one image in memory: its pixels, or its cached features."""
+    """Return the bytes that one row takes in memory.
+
+    These are its decoded pixels, or with a frozen encoder its cached features.
+    """
     if config.model.finetune != "none":
         return 3 * config.data.stored_size**2
     with torch.device("meta"):
@@ -144,7 +150,16 @@ def choose_loading(
 
 
 def _image_budget(config: Config, memory: FreeMemory) -> tuple[float, str]:
-    """Return the bytes that all images may take, and the name of the tightest limit."""
+    """Return how much memory the images of all rows may take, and what limits it.
+
+    Args:
+        config: The configuration of the run.
+        memory: The free memory of the machines of the run.
+
+    Returns:
+        A number of bytes, and the name of the tightest limit, such as "free host
+        memory".
+    """
     workers = config.compute.num_workers
     programs = RAY_BYTES + workers * WORKER_BYTES if workers else 0
     # Features are in this process and in Ray's object store.
@@ -163,10 +178,24 @@ def _image_budget(config: Config, memory: FreeMemory) -> tuple[float, str]:
 def choose_for_sweep(
     config: Config, num_rows: int, num_folds: int
 ) -> tuple[Loading, str]:
-    """Choose the loading for the trials of a sweep, see :func:`choose_loading`.
+    """Choose whether the images of a sweep are kept in memory or streamed.
 
-    The trials share the images: this process and Ray's object store hold one copy
-    each, and a GPU holds one copy for each fold.
+    The trials share the images: this process and Ray's object store hold one copy each,
+    and a GPU holds one copy for each fold.
+
+    Args:
+        config: The configuration of the sweep. ``data.loading`` is the wish of the
+            user, or "auto".
+        num_rows: The number of images.
+        num_folds: The number of folds, each with other known classes hidden, that a
+            trial trains.
+
+    Returns:
+        The value for ``data.loading``, "memory" or "streaming", and a sentence that
+        gives the reason.
+
+    Raises:
+        ConfigError: The user wants to stream images that are needed in memory.
     """
     memory, local = free_memory(config), override(config, {"compute.num_workers": 0})
     device = None if memory.device is None else memory.device // num_folds
@@ -178,8 +207,15 @@ def store_bytes(config: Config, num_rows: int) -> int | None:
 
     Images in memory are in the store twice: as they are read, and as they are kept.
     Streamed images need a fixed size for each worker. Both sizes are limited to a share
-    of the free memory. None for cached features in memory, for which Ray's default is
-    large enough.
+    of the free memory.
+
+    Args:
+        config: The configuration of the run.
+        num_rows: The number of images.
+
+    Returns:
+        The size; None for cached features in memory, for which Ray's default is large
+        enough.
     """
     if config.data.loading == "streaming":
         return min(
@@ -192,10 +228,14 @@ def store_bytes(config: Config, num_rows: int) -> int | None:
 
 
 def check_memory(config: Config, task: Task) -> None:
-    """Refuse a run that cannot fit into the free memory of this machine.
+    """Check that a run can fit into the free memory of this machine.
 
     The network is built for this, so that a method can refuse the encoder. Memory is
     neither checked for the machines of a cluster nor for GPUs of workers.
+
+    Args:
+        config: The configuration of the run.
+        task: Its rows.
 
     Raises:
         ConfigError: The run needs more memory than is free. The message lists the
@@ -235,9 +275,14 @@ def estimate_training_bytes(config: Config, task: Task) -> dict[str, int]:
     the code of the user may not work on that device. It is built on the CPU, and its
     activations are not estimated.
 
+    Args:
+        config: The configuration of the run.
+        task: Its rows, which have the numbers of classes.
+
     Returns:
-        Bytes of the "network" with gradients and momentum, of the "activations" of the
-        encoder in a step of discovery, and of the "queue" of projections.
+        Bytes by part: of the "network" with gradients and momentum, of the
+        "activations" of the encoder in a step of discovery, and of the "queue" of
+        projections of earlier batches.
     """
     library = config.model.encoder.partition(":")[0]
     # vectors have small heads, which on that device import PyTorch's compiler
@@ -271,7 +316,7 @@ def estimate_training_bytes(config: Config, task: Task) -> dict[str, int]:
 
 
 def estimate_activation_bytes(encoder: nn.Module, side: int) -> int:
-    """Estimate the bytes that a step keeps of one image for the backward pass.
+    """Estimate the memory for the backward pass of one image, in bytes.
 
     The outputs of all layers with trained weights are counted, in float32.
 

@@ -1,4 +1,4 @@
-"""The state of a run that all steps of a command share, and the backend interface."""
+"""The state of a run that the steps of a command share, and the backend interface."""
 
 from __future__ import annotations
 
@@ -27,13 +27,17 @@ from uno.session.resources import FreeMemory
 
 
 class Backend(Protocol):
-    """The processes that do the work of a run.
+    """The interface to the processes that do the work of a run.
 
-    There is a backend of this process, of torchrun's ranks and of Ray's workers.
+    It is implemented for this process, for torchrun's ranks and for Ray's workers.
     """
 
     def free_memory(self, config: Config) -> FreeMemory:
-        """Return the free memory for the processes that train, in bytes."""
+        """Return the free memory for the processes that train, in bytes.
+
+        Args:
+            config: The configuration, which has the device and the number of workers.
+        """
 
     def train(self, run: Run, show: Show) -> dict[str, float]:
         """Train the phases of a run from their newest checkpoints, then evaluate it.
@@ -50,10 +54,22 @@ class Backend(Protocol):
         """
 
     def after_training(self, task: Task) -> Backend:
-        """Return the backend that predicts and shows the rows of a trained run."""
+        """Return the backend that predicts rows and decodes images after training.
+
+        Args:
+            task: The rows of the trained run.
+        """
 
     def decoder(self, run: Run, model: Classifier) -> Decode:
-        """Return the function that decodes or encodes rows of the run for a model."""
+        """Return a function that decodes images of a run for a model.
+
+        The function takes batches of row numbers and yields their pixels, or features
+        of a frozen encoder, see :data:`uno.results.infer.Decode`.
+
+        Args:
+            run: The run, which has the rows.
+            model: The model, which decides the size of the images.
+        """
 
     def predict(
         self,
@@ -67,17 +83,21 @@ class Backend(Protocol):
         Args:
             run: The run that the model belongs to.
             model: The model of the run.
-            writer: Reads the rows and stores their predictions.
+            writer: Holds the rows and stores their predictions.
             show: Takes the number of finished rows and of all rows.
 
         Returns:
-            The numbers of rows, and the path of the table.
+            The numbers of all, readable and unreadable rows, and the path of the
+            predictions.
         """
 
     def encoding(
         self, config: Config, should_stop: Callable[[], bool]
     ) -> AbstractContextManager[Compute]:
-        """Return the function that encodes rows with a frozen encoder.
+        """Return a context manager with a function that encodes rows.
+
+        The function computes features of a frozen encoder, see
+        :data:`uno.session.data.Compute`.
 
         Args:
             config: The configuration, which decides the device and the workers.
@@ -85,7 +105,12 @@ class Backend(Protocol):
         """
 
     def estimate(self, run: Run, settings: Settings) -> Estimate:
-        """Estimate the number of novel classes among the unlabeled rows of a run."""
+        """Estimate the number of novel classes among the unlabeled rows of a run.
+
+        Args:
+            run: The locked run.
+            settings: The parameters of the estimate.
+        """
 
 
 @dataclass
@@ -143,6 +168,8 @@ class Run:
     def trained(self) -> tuple[UnoModel, int]:
         """The trained network in eval mode, and the index of its best head.
 
+        The best head is the one with the lowest training loss.
+
         Raises:
             StorageError: The run has no checkpoint of discovery.
         """
@@ -151,7 +178,7 @@ class Run:
 
     @property
     def metrics(self) -> dict[str, float] | None:
-        """The stored metrics by name, None unless the run is finished."""
+        """The metrics of the stored run by name, None unless it is finished."""
         return directory.read_results(self.storage)
 
     @contextmanager
@@ -161,7 +188,7 @@ class Run:
         At the end the lock is released, and what the backend keeps open is closed.
 
         Yields:
-            The lock.
+            The lock, which is also the attribute ``lock`` inside the block.
 
         Raises:
             ConfigError: Another command holds the directory.

@@ -18,7 +18,16 @@ TRAINED = {
 
 
 def describe_run(config: Config, phases: tuple[str, ...]) -> Iterator[str]:
-    """Yield lines on the encoder, its weights, and the epochs of each phase."""
+    """Describe on which encoder and for how long a run will train.
+
+    Args:
+        config: The configuration of the run.
+        phases: The names of the phases that will be trained.
+
+    Yields:
+        Lines for the console: the encoder with its weights, the epochs of each phase,
+        and a hint if no pretrained weights are used.
+    """
     model = config.model
     size = "vectors" if model.takes_vectors else f"{features.side(config)} px"
     yield (

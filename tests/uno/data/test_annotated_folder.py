@@ -154,3 +154,23 @@ def test_several_classes_an_image_are_refused_by_line(folder, text, part):
     (folder / "train/_classes.csv").write_text(text)
     with pytest.raises(ConfigError, match=part):
         read_rows(DataConfig(source=str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "images", "beside"),
+    [
+        ("COCO", "train/a.png", "train/_annotations.coco.json"),
+        ("COCO", "images/a.png", "annotations/instances_train.json"),
+        ("YOLO", "images/train/a.png", "labels/train/a.txt"),
+        ("YOLO", "train/images/a.png", "train/labels/a.txt"),
+        ("Pascal VOC", "JPEGImages/a.png", "Annotations/a.xml"),
+    ],
+)
+def test_boxes_around_objects_are_refused_with_a_tool_that_crops_them(
+    tmp_path, kind, images, beside
+):
+    write_images(tmp_path, [images])
+    (tmp_path / beside).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / beside).write_text("")
+    line = failure(read_rows, DataConfig(source=str(tmp_path)))
+    assert kind in line and "ImageClassificationDirectoryTree" in line

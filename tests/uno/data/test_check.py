@@ -313,7 +313,7 @@ def test_a_sample_of_images_is_looked_at_in_threads(tmp_path, monkeypatch):
         return read(image)
 
     barrier = threading.Barrier(4, timeout=60)  # which one thread would not pass
-    monkeypatch.setattr("uno.data.check.read_header", noted)
+    monkeypatch.setattr("uno.data.rows.read_header", noted)
     write_images(tmp_path, [f"{c}/{i}.png" for c in "abcd" for i in range(4)])
     config = config_of(data__source=str(tmp_path), known="first:2")
     check(make_task(read_rows(config.data), config.data), config)

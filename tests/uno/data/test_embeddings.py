@@ -1,6 +1,7 @@
 """Vectors in the place of images: what is read, and what is refused."""
 
 import io
+import sys
 import tracemalloc
 import zipfile
 from pathlib import Path
@@ -12,8 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from pipelines import cli
 from uno.config import DataConfig
-from uno.data import embeddings, parquet
+from uno.data import array_files, embeddings, parquet
 from uno.data import files as filesystem
 from uno.data.check import check, format_report
 from uno.data.embeddings import Vectors, given_vectors
@@ -164,6 +166,55 @@ def test_arrays_beside_a_table(tmp_path):
         rows_of(f"vectors:{tmp_path}/o.npy")
 
 
+def test_a_tensor_or_tensors_and_lists_of_pytorch_are_read(tmp_path):
+    values = torch.from_numpy(drawn(6))
+    torch.save(values.bfloat16(), tmp_path / "one.pt")
+    rows = rows_of(f"vectors:{tmp_path}/one.pt")
+    assert torch.equal(rows.images.values[:, 0], values.bfloat16().float())
+    content = {
+        "embedding": values.requires_grad_(),
+        "label": ["a", None, "b", "", "a", "b"],
+        "id": torch.arange(6),
+    }
+    torch.save(content, tmp_path / "v.pt")
+    rows = rows_of(f"vectors:{tmp_path}/v.pt")
+    assert torch.equal(rows.images.values[:, 0], values)
+    assert rows.labels.to_pylist() == ["a", None, "b", None, "a", "b"]
+    assert str(rows.ids[5]) == "5"
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        (Path("x"), "Python objects"),
+        ({"embedding": 3}, "no dense tensor"),
+        ({"a": torch.ones(2, 3), "b": torch.ones(2, 3)}, "embedding=a"),
+        ({"embedding": torch.ones(2, 3), "label": [{}, []]}, "neither text nor"),
+    ],
+)
+def test_a_file_of_pytorch_without_clear_embeddings_is_refused(tmp_path, content, part):
+    torch.save(content, tmp_path / "v.pt")
+    with pytest.raises(ConfigError, match=part):
+        rows_of(f"vectors:{tmp_path}/v.pt")
+
+
+def test_a_damaged_file_of_pytorch_is_one_line(tmp_path):
+    torch.save(torch.ones(20, 3), tmp_path / "v.pt")
+    (tmp_path / "v.pt").write_bytes((tmp_path / "v.pt").read_bytes()[:-100])
+    with pytest.raises(ConfigError, match=r"v\.pt holds no tensor"):
+        rows_of(f"vectors:{tmp_path}/v.pt")
+
+
+def test_cells_without_the_package_that_reads_them_name_it(
+    tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "cells.h5ad").write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "h5py", None)
+    argv = ["data", "check", "--data", f"vectors:{tmp_path}/cells.h5ad"]
+    assert cli.main(argv) == ConfigError.exit_code
+    assert "pip install h5py" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["v.npy", "v.npz"])
 def test_arrays_are_read_from_a_remote_file_system(name):
     values, content = drawn(6), io.BytesIO()
@@ -194,10 +245,10 @@ def test_an_npz_file_is_not_in_memory_beside_its_arrays(tmp_path):
 def test_an_npz_file_of_too_many_bytes_is_refused(tmp_path, monkeypatch):
     """Its arrays would be read into memory. The file itself is small: it is packed."""
     np.savez_compressed(tmp_path / "v.npz", embedding=np.ones((1000, 8), np.float32))
-    monkeypatch.setattr(embeddings, "MAX_NPZ_BYTES", 32_000)
+    monkeypatch.setattr(array_files, "MAX_NPZ_BYTES", 32_000)
     with pytest.raises(ConfigError, match=r"v\.npz: its .*np\.save"):
         rows_of(f"vectors:{tmp_path}/v.npz")
-    monkeypatch.setattr(embeddings, "MAX_NPZ_BYTES", 33_000)
+    monkeypatch.setattr(array_files, "MAX_NPZ_BYTES", 33_000)
     assert len(rows_of(f"vectors:{tmp_path}/v.npz")) == 1000
 
 
@@ -369,11 +420,11 @@ def test_numbers_in_a_file_are_those_in_memory(tmp_path, monkeypatch):
         for source in sources
     ]
     monkeypatch.setenv("UNO_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(embeddings, "MAPPED_BYTES", 0)
+    monkeypatch.setattr(array_files, "MAPPED_BYTES", 0)
     monkeypatch.setattr(embeddings, "PIECE_ROWS", 9)
     for source, (found, reasons) in zip(sources, in_memory, strict=True):
         images = rows_of(source).images
-        assert isinstance(embeddings.new_array((3, 2)), np.memmap) and not [
+        assert isinstance(array_files.new_array((3, 2)), np.memmap) and not [
             *(tmp_path / "cache").iterdir()
         ]
         again, why = images.vectors(np.arange(len(images)))

@@ -9,7 +9,7 @@ from urllib.parse import quote
 import pytest
 from pyarrow import fs
 
-from uno.data import embeddings, files
+from uno.data import array_files, files
 from uno.data.files import Storage, full_path, parse_json, read_whole, valid_text
 from uno.encoders import weights
 from uno.errors import ConfigError, StorageError
@@ -356,12 +356,12 @@ def test_space_is_reserved_where_the_system_has_no_call_for_it(tmp_path, monkeyp
     """As on macOS: arrays in a file have their size, and a full disk is an error."""
     monkeypatch.delattr(os, "posix_fallocate", raising=False)
     monkeypatch.setenv("UNO_CACHE", str(tmp_path))
-    monkeypatch.setattr(embeddings, "MAPPED_BYTES", 1)
-    assert not embeddings.new_array((500, 3)).any()
+    monkeypatch.setattr(array_files, "MAPPED_BYTES", 1)
+    assert not array_files.new_array((500, 3)).any()
     full = SimpleNamespace(f_bavail=1, f_frsize=4096)
     monkeypatch.setattr(os, "fstatvfs", lambda number: full)
     with pytest.raises(StorageError, match="No space left"):
-        embeddings.new_array((500, 3))
+        array_files.new_array((500, 3))
 
 
 def test_only_regular_files_are_opened(tmp_path):

@@ -22,13 +22,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from uno.config import Config, DataConfig, override
-from uno.data.check import read_headers
+from uno.config import DataConfig
 from uno.data.decode import decode_many
 from uno.data.embeddings import given_vectors
+from uno.data.images import row_names
 from uno.data.rows import Rows
 from uno.data.sources import read_rows
-from uno.data.splits import make_task
 from uno.errors import ConfigError
 
 from .builders import encoded, pixels
@@ -537,9 +536,9 @@ def is_right(rows: Rows, expected: Right) -> bool:
     """
     vectors = rows.images.vectors(np.arange(len(rows)))
     reasons = decode_many(rows.images, 8)[1] if vectors is None else vectors[1]
-    config = override(Config(), {"data.num_novel": 1})
-    unreadable = read_headers(make_task(rows, config.data))[1]
-    said = " ".join([*rows.warnings, *unreadable])
+    bad = rows.headers.reasons
+    names = row_names(rows.ids, rows.images, [*bad])
+    said = " ".join([*rows.warnings, *names, *bad.values()])
     return (
         Counter(rows.labels.to_pylist()) == Counter(expected.labels)
         and sum(reason is not None for reason in reasons) == expected.unreadable

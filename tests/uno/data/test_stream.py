@@ -27,7 +27,7 @@ from uno.data.decode import prefetch_map
 from uno.data.files import Storage
 from uno.data.rows import Rows
 from uno.data.sources import read_rows
-from uno.data.splits import make_task
+from uno.data.splits import make_task, train_rows
 from uno.data.unreadable import BadRows
 from uno.errors import ConfigError
 from uno.runs import run
@@ -118,9 +118,9 @@ def test_what_workers_get_holds_no_hidden_label():
     other = replace(
         task, eval_labels=shuffled, rows=replace(task.rows, labels=make_labels(names))
     )
-    first, second = module.stream_facts(task), module.stream_facts(other)
-    apart = {"bad", "crop", "decode", "device"}
-    assert set(first) == {f.name for f in fields(module.StreamSet)} - apart | {"ids"}
+    first, second = train_rows(task), train_rows(other)
+    apart = {"source", "crop", "device"}
+    assert set(first) == {f.name for f in fields(module.StreamSet)} - apart
     for name in first:
         assert pickle.dumps(np.asarray(first[name])) == pickle.dumps(
             np.asarray(second[name])
@@ -205,7 +205,7 @@ def test_bad_images_are_replaced_counted_and_listed(tmp_path):
         )
         assert all(float(view[i].std()) > 0.1 for view in batch.views for i in hit)
     assert replaced >= 4
-    train.bad.sync()
+    train.sync()
     text = (tmp_path / "run" / "bad_samples.jsonl").read_text().splitlines()
     assert [json.loads(entry)["id"] for entry in text] == ["row 3", "row 30"]
     again = BadRows(
@@ -241,8 +241,8 @@ def test_evaluation_counts_every_readable_row_once(tmp_path, world_size):
     noted, not counted.
     """
     expected = small_sets()[1]["test"]
-    bad = stream(tmp_path).bad
-    found = module.streaming_eval_sets(CONFIG, digits_task(), bad)["test"]
+    source = stream(tmp_path).source
+    found = module.streaming_eval_sets(digits_task(), source)["test"]
     pairs = [
         pair
         for rank in range(world_size)
@@ -253,10 +253,10 @@ def test_evaluation_counts_every_readable_row_once(tmp_path, world_size):
     chosen = found.where(found.truth >= 5)
     assert torch.equal(chosen.index, expected.index[expected.truth >= 5])
     task = pictures(broken=(4,))
-    few = stream(tmp_path / "run", task=task).bad
-    rows = module.streaming_eval_sets(CONFIG, task, few)["train"]
+    source = stream(tmp_path / "run", task=task).source
+    rows = module.streaming_eval_sets(task, source)["train"]
     assert sum(len(truth) for _, truth in rows.batches(3)) == len(rows.truth) - 1 == 19
-    assert len(few) == 1
+    assert len(source.bad) == 1
 
 
 def test_ahead_keeps_order_and_stops():

@@ -72,7 +72,7 @@ def task_of(source: object) -> Task:
 def test_the_range_is_that_of_the_files_or_of_their_values(
     tmp_path, contents, expected, why
 ):
-    found = choose_value_range(task_of(write_folder(tmp_path, *contents)))
+    found = choose_value_range(task_of(write_folder(tmp_path, *contents)).rows)
     assert found is not None and why in found[1]
     assert found[0] == pytest.approx(expected, abs=0.02 * expected[1])
 
@@ -85,7 +85,7 @@ def test_images_of_8_bits_have_no_range_and_only_headers_are_read(
     monkeypatch.setattr(
         "uno.data.decode.read_bytes", lambda *_: pytest.fail("a whole file is read")
     )
-    assert choose_value_range(task) is None
+    assert choose_value_range(task.rows) is None
 
 
 def test_every_source_gives_the_same_range(tmp_path):
@@ -102,7 +102,7 @@ def test_every_source_gives_the_same_range(tmp_path):
                 info.size = len(data)
                 tar.addfile(info, io.BytesIO(data))
     sources = (folder, tmp_path / "parquet", tmp_path / "train.tar")
-    first, *others = (choose_value_range(task_of(source)) for source in sources)
+    first, *others = (choose_value_range(task_of(source).rows) for source in sources)
     assert first is not None and others == [first, first]
 
 

@@ -16,6 +16,7 @@ from uno.results.classes import (
     Suggestion,
     first_classes,
     merge_outputs,
+    name_classes,
     prediction_labels,
     read_edits,
     rename_classes,
@@ -260,3 +261,34 @@ def test_discovered_classes_take_free_names():
         ("owl", "novel"),
     ]
     assert len({*prediction_labels(edited)}) == 6
+
+
+def named(labels: dict[int, dict[str, int]]) -> list[tuple[str, int | None]]:
+    """Name and target of the discovered classes 3 to 6 after votes of people."""
+    classes, lines = name_classes(CLASSES, labels)
+    assert len(lines) == len(labels)
+    edited = read(template(classes, HASH, {}).encode())
+    return [(c.name, c.into) for c in edited[3:]]
+
+
+@pytest.mark.parametrize(
+    ("labels", "expected"),
+    [
+        ({3: {"owl": 2, "jay": 1}}, ("owl", 3)),
+        ({3: {"owl": 2, "jay": 2}}, ("novel-1", 3)),
+        ({3: {"novel-1": 2}}, ("novel-1", 3)),
+        ({3: {CLASSES[1].name: 2}}, ("novel-1", 1)),
+        ({3: {"novel-2": 2}}, ("novel-1", 4)),
+        ({3: {"owl": 2}, 4: {"owl": 3}}, ("novel-1", 4)),
+        ({3: {"owl": 3}, 4: {"owl": 3}}, ("owl", 3)),
+    ],
+)
+def test_a_class_gets_the_label_of_most_of_its_labeled_images(labels, expected):
+    assert named(labels)[0] == expected
+
+
+def test_classes_that_swap_their_names_are_not_merged():
+    assert named({3: {"novel-2": 1}, 4: {"novel-1": 1}})[:2] == [
+        ("novel-2", 3),
+        ("novel-1", 4),
+    ]

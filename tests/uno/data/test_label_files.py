@@ -1,0 +1,182 @@
+"""Labels of people: what each file of a tool says, and which rows get them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from uno.config import DataConfig
+from uno.data.label_files import read_label_file
+from uno.data.sources import read_rows
+from uno.errors import ConfigError
+
+from .builders import failure, write_images
+
+
+def write(folder: Path, name: str, content: Any) -> str:
+    text = content if isinstance(content, str) else json.dumps(content)
+    (folder / name).write_text(text)
+    return str(folder / name)
+
+
+def submitted(*names: str, cancelled: bool = False, group: str = "class") -> Any:
+    """An annotation of Label Studio."""
+    result = {"type": "choices", "from_name": group, "value": {"choices": [*names]}}
+    return {"result": [result], "was_cancelled": cancelled}
+
+
+def task(image: Any, *annotations: Any) -> Any:
+    data = image if isinstance(image, dict) else {"image_id": image, "image": "x.png"}
+    return {"id": 7, "data": data, "annotations": [*annotations], "predictions": [{}]}
+
+
+def classified(label: str, tags: Any = (), **more: Any) -> Any:
+    return {"_cls": "Classification", "label": label, "tags": [*tags], **more}
+
+
+def sample(path: str, truth: Any, tags: Any = (), **more: Any) -> Any:
+    return {"filepath": path, "tags": [*tags], "ground_truth": truth, **more}
+
+
+CVAT = """<?xml version="1.0" encoding="utf-8"?><annotations><version>1.1</version>
+<image id="0" name="a.png"><tag label="novel-1" source="auto"></tag></image>
+<image id="1" name="b.png"><tag label="novel-1" source="auto"></tag>
+<tag label="owl" source="manual"></tag></image>
+<image id="2" name="c.png"><tag label="jay" source="semi-auto"></tag></image>
+</annotations>"""
+FILES = {
+    "label-studio.json": (
+        [
+            task("a.png", submitted("owl")),
+            task("b.png", submitted("owl", cancelled=True)),
+            task("c.png"),
+            task("d.png", submitted("owl"), submitted("owl")),
+        ],
+        {"a.png": "owl", "d.png": "owl"},
+    ),
+    "json-min.json": (
+        [
+            {"id": 1, "image_id": "a.png", "image": "x.png", "class": "owl"},
+            {"id": 2, "image_id": "b.png", "image": "y.png"},
+            {"id": 3, "image": "/data/upload/4/0123abcd-my%20cat.png", "choice": "cat"},
+        ],
+        {"a.png": "owl", "my cat.png": "cat"},
+    ),
+    "samples.json": (
+        {
+            "samples": [
+                sample("a.png", classified("novel-1", predicted="novel-1")),
+                sample("/x/b.png", classified("owl", image_id="b.png", predicted="n")),
+                sample("c.png", classified("jay", predicted="jay"), ["confirmed"]),
+                sample("d.png", classified("jay", ["confirmed"], predicted="jay")),
+                sample("e.png", classified("jay")),
+                sample("f.png", None),
+            ]
+        },
+        {"b.png": "owl", "c.png": "jay", "d.png": "jay", "e.png": "jay"},
+    ),
+    "cvat.xml": (CVAT, {"b.png": "owl", "c.png": "jay"}),
+    "t.csv": ("id,image_id,class\n1,a.png,owl\n2,b.png,\n", {"a.png": "owl"}),
+    "t.jsonl": ('{"id": "a.png", "label": "owl"}\n{"id": "b"}', {"a.png": "owl"}),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_of_each_tool_says_what_people_answered(tmp_path, name):
+    content, expected = FILES[name]
+    given = read_label_file(write(tmp_path, name, content))
+    assert given.classes == expected and not given.warnings
+
+
+def test_an_image_in_several_classes_has_no_label_and_is_named(tmp_path):
+    tasks = [
+        task("a.png", submitted("owl"), submitted("jay")),
+        task("b.png", submitted("owl", "jay")),
+        task("c.png", submitted("owl")),
+    ]
+    given = read_label_file(write(tmp_path, "l.json", tasks))
+    assert given.classes == {"c.png": "owl"}
+    assert "2 images" in given.warnings[0] and "a.png: owl, jay" in given.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "part"),
+    [
+        ("x.yaml", "", "labels are read from"),
+        ("x.json", "{", "cannot be read"),
+        ("x.json", {"labels": {}}, "FiftyOneDataset"),
+        ("x.json", [{"annotations": 3, "data": {"image": "a.png"}}], "damaged"),
+        ("x.json", [task({"text": "hello"}, submitted("owl"))], "no image"),
+        ("x.json", [task("a.png")], "no label of a person"),
+        (
+            "x.json",
+            [
+                {
+                    "data": {"image": "a.png"},
+                    "annotations": [
+                        {
+                            "result": submitted("x", group="color")["result"]
+                            + submitted("y", group="size")["result"]
+                        }
+                    ],
+                }
+            ],
+            "choices color, size",
+        ),
+        ("x.xml", "<annotations>", "cannot be read"),
+        ("x.xml", '<!DOCTYPE x [<!ENTITY e "e">]><annotations/>', "document type"),
+        ("x.csv", "id,class_name\na,b\n", "needs the columns id and label"),
+    ],
+)
+def test_a_file_without_clear_labels_is_refused(tmp_path, name, content, part):
+    with pytest.raises(ConfigError, match=part):
+        read_label_file(write(tmp_path, name, content))
+
+
+def labels_of(source: Path, labels: str) -> tuple[dict[str, str | None], Any]:
+    rows = read_rows(DataConfig(source=f"folder:{source}", labels=labels))
+    return dict(zip(rows.ids.to_pylist(), rows.labels.to_pylist(), strict=True)), rows
+
+
+def test_labels_of_a_file_replace_those_of_the_source(tmp_path):
+    write_images(tmp_path / "images", ["cat/a.png", "cat/b.png", "c.png"])
+    file = write(tmp_path, "l.csv", "id,label\ncat/b.png,owl\nc.png,cat\ngone.png,x\n")
+    labels, rows = labels_of(tmp_path / "images", file)
+    assert labels == {"cat/a.png": "cat", "cat/b.png": "owl", "c.png": "cat"}
+    assert "1 label" in rows.warnings[-1] and "gone.png" in rows.warnings[-1]
+    source = DataConfig(source=f"folder:{tmp_path}/images", labels=file)
+    assert read_rows(source, images_only=True).labels.null_count == 3
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "{root}/new/b c.png",
+        "/data/local-files/?d={root}/new/b%20c.png",
+        "https://example.org/photos/new/b%20c.png?token=1",
+        "new/b c.png",
+        "b c.png",
+    ],
+)
+def test_images_are_found_by_their_path_where_the_file_has_no_ids(tmp_path, address):
+    write_images(tmp_path, ["new/a.png", "new/b c.png", "new/xb c.png"])
+    tasks = [task({"image": address.format(root=tmp_path)}, submitted("owl"))]
+    labels, _ = labels_of(tmp_path / "new", write(tmp_path, "l.json", tasks))
+    assert [name for name, label in labels.items() if label] == ["b c.png"]
+
+
+def test_a_file_name_of_two_images_is_not_guessed(tmp_path):
+    write_images(tmp_path, ["i/x/a.png", "i/y/a.png", "i/y/b.png"])
+    tasks = [task({"image": name}, submitted("owl")) for name in ("a.png", "b.png")]
+    labels, rows = labels_of(tmp_path / "i", write(tmp_path, "l.json", tasks))
+    assert labels["y/b.png"] == "owl" and labels["x/a.png"] == "x"
+    assert "a.png" in rows.warnings[-1]
+
+
+def test_labels_of_other_images_are_refused_with_an_example_of_both(tmp_path):
+    write_images(tmp_path, ["i/a.png"])
+    file = write(tmp_path, "l.csv", "id,label\nb.png,owl\n")
+    config = DataConfig(source=f"folder:{tmp_path}/i", labels=file)
+    line = failure(read_rows, config)
+    assert "'b.png'" in line and "'a.png'" in line

@@ -1,0 +1,371 @@
+"""Read embeddings, labels and ids from files of arrays: .npy, .npz, .pt and .pth."""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+import tempfile
+import warnings
+import zipfile
+import zlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from uno.data import files as filesystem
+from uno.data.from_python import float_vectors
+from uno.data.read_options import ReadOptions
+from uno.data.tables import check_names
+from uno.data.text_tables import read_csv
+from uno.errors import ConfigError, StorageError, one_line
+from uno.limits import MAX_NPZ_BYTES
+from uno.text import plural
+
+TORCH = (".pt", ".pth")
+ARRAYS = (".npy", ".npz", *TORCH)
+# Errors that np.load raises for damaged files, and for files that it cannot read.
+UNREADABLE = (
+    OSError,
+    ValueError,
+    LookupError,
+    EOFError,
+    MemoryError,
+    RuntimeError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+# The same of torch.load. The first one is that of Python objects, too.
+UNREADABLE_BY_TORCH = (
+    pickle.UnpicklingError,
+    OSError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    EOFError,
+    RuntimeError,
+)
+TORCH_FIX = "save {'embedding': tensor, 'label': list of text} with torch.save"
+COLUMNS = ("id", "embedding", "label", "eval_label", "split", "path", "text")
+MAPPED_BYTES = 256 * 2**20  # arrays of this size or more are kept in a file
+
+
+class ArrayFile(NamedTuple):
+    """The content of a file of arrays with N rows.
+
+    Attributes:
+        values: The embeddings, float32 (N, D).
+        columns: Standard column name, such as "label" -> Arrow array (N,).
+        names: The names of all columns that the file has.
+        notes: Lines for the user about how the file was read.
+    """
+
+    values: np.ndarray
+    columns: dict[str, Any]
+    names: list[str]
+    notes: tuple[str, ...] = ()
+
+
+def read_array_file(path: str, options: ReadOptions) -> ArrayFile:
+    """Read the embeddings of a .npy, .npz, .pt or .pth file, and their columns.
+
+    The columns are other arrays or lists of the file, and those of a .csv file of the
+    same name, if there is one.
+
+    Args:
+        path: Path or URI of the file.
+        options: How the source is read.
+
+    Raises:
+        ConfigError: The file cannot be read or does not hold numbers (N, D); or the
+            .csv file has another number of rows, or a column that the file itself has,
+            too.
+    """
+    names = options.columns
+    arrays = read_torch(path) if path.endswith(TORCH) else read_numpy(path)
+    if isinstance(arrays, np.ndarray):
+        values, columns, present = arrays, dict[str, Any](), list[str]()
+    else:
+        name = _name_of_embeddings(path, arrays, names)
+        values, present = arrays[name], [other for other in arrays if other != name]
+        columns = _columns_of_arrays(path, arrays, name, names)
+    if values.ndim != 2:
+        raise ConfigError(f"{path} must hold numbers (N, D), not {values.shape}")
+    float_vectors(values[:1], path)
+    if values.dtype != np.float32:
+        given_values, values = values, new_array(values.shape)
+        values[:] = given_values
+    beside = f"{os.path.splitext(path)[0]}.csv"
+    if filesystem.kind(beside) == "file":
+        given = read_csv(beside).columns
+        present += given
+        in_csv = _columns_of_csv(beside, given, len(values), path, names, columns)
+        if (both := sorted(in_csv.keys() & columns.keys())) and both:
+            raise ConfigError(
+                f"{path} and {beside} both hold {both[0]}; remove one of them"
+            )
+        columns |= in_csv
+    return ArrayFile(values, columns, present)
+
+
+def read_numpy(path: str) -> np.ndarray | dict[str, np.ndarray]:
+    """Read a .npy or .npz file. A local .npy file stays on the disk and is mapped.
+
+    Args:
+        path: Path or URI of the file.
+
+    Returns:
+        The only array, of any shape; or the arrays of a .npz file by name.
+
+    Raises:
+        ConfigError: The file cannot be read, or is too large.
+    """
+    try:
+        if path.endswith(".npy") and os.path.isfile(path):
+            # the array stays in the file, which is mapped
+            mapped: np.ndarray = np.load(path, mmap_mode="c", allow_pickle=False)
+            return mapped
+        with filesystem.open_binary(path) as file:
+            loaded = np.load(file, allow_pickle=False)
+            if isinstance(loaded, np.ndarray):
+                return loaded
+            sizes = (member.file_size for member in loaded.zip.infolist())
+            _require_small(path, sum(sizes))
+            return {name: loaded[name] for name in loaded.files}
+    except ConfigError:
+        raise
+    except UNREADABLE as error:
+        reason = one_line(error)
+        # NumPy's message advises to allow Python objects, which is not safe
+        if "pickle" in reason or "bject" in reason:
+            reason = (
+                "it is damaged, or holds Python objects, which are not opened; save a"
+                " list of vectors with np.stack, and names with .astype(str)"
+            )
+        if isinstance(error, zipfile.BadZipFile | zlib.error):
+            reason += "; the file is damaged, save it again with np.savez"
+        raise ConfigError(f"{path} holds no array that can be read: {reason}") from None
+
+
+def read_torch(path: str) -> np.ndarray | dict[str, np.ndarray]:
+    """Read a file that ``torch.save`` has written, without running code of the file.
+
+    Args:
+        path: Path or URI of the file.
+
+    Returns:
+        The only tensor, of any shape; or the tensors and lists of a dictionary by name.
+        A list becomes an array of Python objects.
+
+    Raises:
+        ConfigError: The file cannot be read, is too large, or holds something else.
+    """
+    try:
+        with filesystem.open_binary(path) as file:
+            _require_small(path, file.seek(0, os.SEEK_END))
+            file.seek(0)
+            with warnings.catch_warnings(action="ignore"):  # about old formats
+                content = torch.load(file, map_location="cpu", weights_only=True)
+    except ConfigError:
+        raise
+    except UNREADABLE_BY_TORCH as error:
+        reason = one_line(error)
+        if isinstance(error, pickle.UnpicklingError):  # its message advises to run them
+            reason = "it is damaged, or holds Python objects, which are not opened"
+        raise ConfigError(
+            f"{path} holds no tensor that can be read: {reason}; {TORCH_FIX}"
+        ) from None
+    is_named = isinstance(content, Mapping)
+    arrays = dict[str, np.ndarray]()
+    for name, value in (content if is_named else {"": content}).items():
+        if isinstance(value, Tensor) and value.layout == torch.strided:
+            value = value.detach()
+            value = value.float() if value.dtype == torch.bfloat16 else value
+            arrays[str(name)] = value.numpy()
+        elif isinstance(value, list):
+            # None makes it one column, also where the values are lists
+            arrays[str(name)] = np.array([*value, None], object)[:-1]
+    if not arrays:
+        raise ConfigError(f"{path} holds no dense tensor; {TORCH_FIX}")
+    return arrays if is_named else arrays[""]
+
+
+def _require_small(path: str, num_bytes: int) -> None:
+    """Refuse a file whose arrays take too much memory.
+
+    Args:
+        path: Path of the file, for the error message.
+        num_bytes: The number of bytes of its arrays.
+
+    Raises:
+        ConfigError: These are more than ``MAX_NPZ_BYTES``.
+    """
+    if num_bytes > MAX_NPZ_BYTES:
+        raise ConfigError(
+            f"{path}: its arrays have {num_bytes:,} bytes, more than {MAX_NPZ_BYTES:,}"
+            " that are read into memory; save the embeddings as a .npy file with"
+            " np.save, and the labels as a .csv file of the same name"
+        )
+
+
+def _columns_of_arrays(
+    path: str,
+    arrays: Mapping[str, np.ndarray],
+    embeddings: str,
+    names: Mapping[str, str],
+) -> dict[str, Any]:
+    """Return the standard columns that are arrays of the file itself.
+
+    Args:
+        path: Path of the file, for the error message.
+        arrays: The arrays of the file by name.
+        embeddings: The name of the array of embeddings.
+        names: Standard name of a column, such as "label" -> its name there.
+
+    Returns:
+        Standard column name -> Arrow array (N,).
+
+    Raises:
+        ConfigError: A column does not have a value for each row.
+    """
+    columns, length = dict[str, Any](), arrays[embeddings].shape[:1]
+    for ours in (*COLUMNS, "image"):
+        theirs = names.get(ours, ours)
+        if theirs not in arrays or theirs == embeddings or ours == "embedding":
+            continue
+        column = arrays[theirs]
+        if column.shape != length:
+            raise ConfigError(
+                f"{path}: array {theirs} has the shape {column.shape}, not {length} as"
+                f" the rows of {embeddings}"
+            )
+        column = column.astype(str) if column.dtype.kind == "S" else column
+        try:
+            columns["path" if ours == "image" else ours] = pa.array(column)
+        except pa.ArrowException as error:
+            raise ConfigError(
+                f"{path}: {theirs} holds neither text nor numbers: {one_line(error)}"
+            ) from None
+    return columns
+
+
+def _name_of_embeddings(
+    path: str, arrays: Mapping[str, np.ndarray], names: Mapping[str, str]
+) -> str:
+    """Return the name of the array of a file that holds the embeddings.
+
+    It is the array that ``names`` names, or that is called 'embedding'. Otherwise it is
+    the only array, or the only matrix among several.
+
+    Args:
+        path: Path of the file, for the error message.
+        arrays: The arrays of the file by name.
+        names: Standard name of a column, such as "embedding" -> its name there.
+
+    Raises:
+        ConfigError: There is no such array, or there are several.
+    """
+    wanted = names.get("embedding", "embedding")
+    if wanted in arrays:
+        return wanted
+    matrices = [name for name, array in arrays.items() if array.ndim == 2]
+    candidates = matrices if len(arrays) > 1 else [*arrays]
+    if "embedding" not in names and len(candidates) == 1:
+        return candidates[0]
+    shapes = [f"{name} {array.shape}" for name, array in arrays.items()]
+    has = one_line(", ".join(shapes)) or "nothing"
+    raise ConfigError(
+        f"{path} holds {has}; say which array the embeddings are: "
+        f"--data.columns embedding={matrices[0] if matrices else 'NAME'}"
+    )
+
+
+def _columns_of_csv(
+    beside: str,
+    given: Mapping[str, list[Any]],
+    num_rows: int,
+    path: str,
+    names: Mapping[str, str],
+    inside: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the standard columns of the .csv file beside an array file.
+
+    Args:
+        beside: Path of the .csv file.
+        given: The columns of the .csv file.
+        num_rows: The number of rows of the array file.
+        path: The array file, for the error message.
+        names: Standard name of a column, such as "label" -> its name there.
+        inside: The standard columns that are in the array file, which need not be in
+            the .csv file.
+
+    Returns:
+        Standard column name -> Arrow array of text (num_rows,).
+
+    Raises:
+        ConfigError: The .csv file has another number of rows, or lacks a column that
+            ``names`` names.
+    """
+    wanted = {
+        ours: theirs
+        for ours, theirs in names.items()
+        if ours != "embedding" and ("path" if ours == "image" else ours) not in inside
+    }
+    check_names(beside, given, ReadOptions(columns=wanted))
+    theirs = {ours: names.get(ours, ours) for ours in COLUMNS}
+    columns = {
+        ours: pa.array(given[c], pa.string())
+        for ours, c in theirs.items()
+        if c in given
+    }
+    if names.get("image", "image") in given:
+        columns["path"] = pa.array(given[names.get("image", "image")], pa.string())
+    if (num_lines := len(next(iter(given.values()), []))) != num_rows:
+        fix = (
+            '; an empty line is no row: write "" for no label'
+            if len(given) == 1
+            else ""
+        )
+        raise ConfigError(
+            f"{beside} has {plural(num_lines, 'row')}, {path} has {num_rows:,}{fix}"
+        )
+    return columns
+
+
+def new_array(shape: tuple[int, ...]) -> np.ndarray:
+    """Return an array of zeros, which is in memory or in a file.
+
+    An array of :data:`MAPPED_BYTES` or more is mapped to a file of the cache directory,
+    or of the directory for temporary files if the cache cannot be used. The file has no
+    name and disappears with the process.
+
+    Args:
+        shape: The shape of the array.
+
+    Returns:
+        An array float32 of this shape.
+
+    Raises:
+        StorageError: The file cannot be made, for example because the disk is full.
+    """
+    size = 4 * math.prod(shape)
+    if size < MAPPED_BYTES:
+        return np.zeros(shape, np.float32)
+    folder = os.path.expanduser(filesystem.user_cache())
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError:  # the cache directory is a URI, or it is not writable
+        folder = tempfile.gettempdir()
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            filesystem.reserve_space(file, size)
+            return np.memmap(file, np.float32, "r+", shape=shape)
+    except OSError as error:
+        raise StorageError(
+            f"cannot store {size / 1e9:.1f} GB of vectors in {folder}: {error}"
+        ) from None

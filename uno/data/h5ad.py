@@ -1,0 +1,302 @@
+"""Read and write AnnData files (.h5ad): vectors of cells, and a table about the cells.
+
+The layout is that of anndata's "On-disk format" for HDF5 files. h5py suffices for it:
+it is small, and the newest anndata excludes versions of pandas that others need.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+from scipy import sparse
+
+from uno.data import files as filesystem
+from uno.data.array_files import COLUMNS, ArrayFile, new_array
+from uno.data.from_python import float_vectors
+from uno.data.read_options import ReadOptions
+from uno.data.tables import check_names
+from uno.errors import ConfigError, one_line
+
+H5AD = ".h5ad"
+USUAL_ARRAY = "X_pca"  # where scanpy stores principal components
+MATRIX = "X"  # the array of genes, or of whatever was measured
+PIECE_NUMBERS = 2**24  # numbers that are copied at once
+# Errors that h5py raises for damaged files, and for files that it cannot read.
+UNREADABLE = (
+    OSError,
+    KeyError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    IndexError,
+    RuntimeError,
+    pa.ArrowException,
+)
+SPARSE = {"csr_matrix": sparse.csr_matrix, "csc_matrix": sparse.csc_matrix}
+
+
+def read_h5ad(path: str, options: ReadOptions) -> ArrayFile:
+    """Read an array of an .h5ad file as embeddings, and columns of its ``obs``.
+
+    The name of a cell is the id of its row. The array is the one of ``obsm`` that the
+    option names as the column ``embedding``, or ``X``, dense or sparse. By default it
+    is ``X_pca``, else the only array of ``obsm``.
+
+    Args:
+        path: Path or URI of the file.
+        options: How the source is read.
+
+    Raises:
+        ConfigError: The file cannot be read, an array or column is not there or is not
+            clear, or two cells have one name.
+    """
+    import h5py  # of the extra h5ad
+
+    try:
+        with filesystem.open_binary(path) as stream, h5py.File(stream, "r") as file:
+            return _read_cells(path, file, options)
+    except ConfigError:
+        raise
+    except UNREADABLE as error:
+        raise ConfigError(
+            f"{path} is no .h5ad file that can be read: {one_line(error)}; write it"
+            " again with anndata's write_h5ad"
+        ) from None
+
+
+def _read_cells(path: str, file: Any, options: ReadOptions) -> ArrayFile:
+    """Read the embeddings, ids and columns of an opened .h5ad file.
+
+    Args:
+        path: Path of the file, for error messages.
+        file: The file, opened by h5py.
+        options: How the source is read.
+
+    Raises:
+        ConfigError: The file has an old layout, an array or column is not there or is
+            not clear, or two cells have one name.
+    """
+    obs = _open_member(file, "obs")
+    if "column-order" not in obs.attrs:
+        raise ConfigError(
+            f"{path} has the layout of anndata before 0.7; read it with anndata and"
+            " write it again with write_h5ad"
+        )
+    names, of_obs = options.columns, [str(name) for name in obs.attrs["column-order"]]
+    obsm = _open_member(file, "obsm") if "obsm" in file else {}
+    arrays = [name for name in obsm if _is_array(_open_member(obsm, name))]
+    matrix = [name for name in file if name == MATRIX and _is_array(file[name])]
+    check_names(path, [*of_obs, *arrays, *matrix], options)
+    array = names.get("embedding") or _choose_array(path, arrays)
+    parent = file if array == MATRIX else obsm
+    values = _read_matrix(path, _open_member(parent, array))
+    columns = {
+        "path" if ours == "image" else ours: _read_column(_open_member(obs, theirs))
+        for ours in (*COLUMNS, "image")
+        if (theirs := names.get(ours, ours)) in of_obs and ours != "embedding"
+    }
+    if "id" not in columns:
+        index = _read_column(_open_member(obs, str(obs.attrs["_index"])))
+        columns["id"] = index
+        counts = index.value_counts()
+        is_repeated = pa.compute.greater(counts.field("counts"), 1)
+        if pa.compute.any(is_repeated).as_py():
+            name = counts.field("values").filter(is_repeated)[0].as_py()
+            raise ConfigError(
+                f"{path}: several cells have the name {one_line(repr(name))}; give each"
+                " its own with adata.obs_names_make_unique()"
+            )
+    place = array if parent is file else f"obsm[{array!r}]"
+    return ArrayFile(values, columns, of_obs, (f"the vectors are {place}",))
+
+
+def _choose_array(path: str, arrays: Sequence[str]) -> str:
+    """Choose the array of ``obsm`` that holds the embeddings, if the user names none.
+
+    Args:
+        path: Path of the file, for error messages.
+        arrays: Names of the arrays of ``obsm``.
+
+    Returns:
+        ``X_pca``, else the only name.
+
+    Raises:
+        ConfigError: There is none, or there are several and ``X_pca`` is not among
+            them.
+    """
+    if USUAL_ARRAY in arrays:
+        return USUAL_ARRAY
+    if len(arrays) == 1:
+        return arrays[0]
+    if arrays:
+        raise ConfigError(
+            f"{path}: obsm has {one_line(', '.join(arrays))}; say which array the"
+            f" embeddings are: --data.columns embedding={arrays[0]}"
+        )
+    raise ConfigError(
+        f"{path} has no array in obsm; reduce its genes with scanpy.pp.pca, or take"
+        f" them as they are: --data.columns embedding={MATRIX}"
+    )
+
+
+def _open_member(group: Any, name: str) -> Any:
+    """Return a dataset or group of an HDF5 group, if its data is in this file.
+
+    Args:
+        group: The group, or the file.
+        name: The name of the member.
+
+    Raises:
+        KeyError: There is no such member.
+        ValueError: Its data is in another file, which may be any file of the disk.
+    """
+    import h5py
+
+    link = None if "/" in name else group.get(name, getlink=True)
+    if link is None:
+        raise KeyError(f"there is no {name!r} in {group.name}")
+    is_here = isinstance(link, h5py.HardLink)
+    node = group[name] if is_here else None
+    if isinstance(node, h5py.Dataset):
+        is_here = not node.external and not node.is_virtual
+    if not is_here:
+        raise ValueError(f"{name!r} in {group.name} is a link to data elsewhere")
+    return node
+
+
+def _is_array(node: Any) -> bool:
+    """Return whether a dataset or group of HDF5 is a matrix, dense or sparse."""
+    return (
+        len(getattr(node, "shape", ())) == 2
+        or node.attrs.get("encoding-type") in SPARSE
+    )
+
+
+def _read_matrix(path: str, node: Any) -> np.ndarray:
+    """Read a dense or sparse matrix of HDF5 as a dense array float32 (N, D).
+
+    Args:
+        path: Path of the file, for the error message.
+        node: The dataset, or the group of a sparse matrix.
+
+    Raises:
+        ConfigError: It does not hold numbers.
+    """
+    kind = node.attrs.get("encoding-type")
+    if kind in SPARSE:
+        parts = [_open_member(node, part)[:] for part in ("data", "indices", "indptr")]
+        matrix = SPARSE[kind](tuple(parts), shape=tuple(node.attrs["shape"])).tocsr()
+    else:
+        matrix = node
+        float_vectors(node[:1], path)
+    values = new_array(tuple(map(int, matrix.shape)))
+    rows = max(1, PIECE_NUMBERS // max(1, matrix.shape[1]))
+    for start in range(0, len(values), rows):
+        piece = matrix[start : start + rows]
+        values[start : start + rows] = piece.toarray() if kind in SPARSE else piece
+    return values
+
+
+def _read_column(node: Any) -> Any:
+    """Read a column of ``obs`` as an Arrow array (N,). Missing values are null."""
+    import h5py
+
+    kind = str(node.attrs.get("encoding-type", ""))
+    if kind == "categorical":
+        categories = _read_column(_open_member(node, "categories"))
+        codes = _open_member(node, "codes")[:]
+        return categories.take(pa.array(codes, mask=codes < 0))
+    if kind.startswith("nullable"):
+        values = _read_column(_open_member(node, "values"))
+        is_missing = pa.array(_open_member(node, "mask")[:])
+        return pa.compute.if_else(is_missing, pa.scalar(None, values.type), values)
+    if "categories" in node.attrs:  # categories as anndata 0.7 stored them
+        categories = _read_column(node.file[node.attrs["categories"]])
+        codes = node[:]
+        return categories.take(pa.array(codes, mask=codes < 0))
+    is_text = h5py.check_string_dtype(node.dtype) is not None
+    return pa.array(node.asstr()[:] if is_text else node[:])
+
+
+def format_h5ad(
+    ids: Sequence[str], columns: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
+) -> bytes:
+    """Return the content of an .h5ad file that anndata reads.
+
+    Args:
+        ids: The name of each of N cells.
+        columns: Name of a column of ``obs`` -> Arrow array (N,) of text, with null for
+            a missing value, or of floats.
+        arrays: Name of an array of ``obsm`` -> numbers (N, D).
+    """
+    import h5py  # of the extra h5ad
+
+    buffer = io.BytesIO()
+    with h5py.File(buffer, "w") as file:
+        file.attrs.update({"encoding-type": "anndata", "encoding-version": "0.1.0"})
+        for name, index, own in (("obs", ids, columns), ("var", [], {})):
+            frame = _create_group(file, name, "dataframe", "0.2.0")
+            frame.attrs["_index"] = "_index"
+            order = np.array([*own], h5py.string_dtype())
+            frame.attrs.create("column-order", order)
+            _write_array(frame, "_index", [*index])
+            for title, column in own.items():
+                _write_column(frame, title, column)
+        obsm = _create_group(file, "obsm", "dict", "0.1.0")
+        for name, array in arrays.items():
+            _write_array(obsm, name, array)
+    return buffer.getvalue()
+
+
+def _write_column(frame: Any, name: str, column: Any) -> None:
+    """Write a column of a table to HDF5: text as categories, and numbers as they are.
+
+    Args:
+        frame: The group of the table.
+        name: The name of the column.
+        column: An Arrow array (N,) of text or floats.
+    """
+    if not pa.types.is_string(column.type):
+        _write_array(frame, name, column.to_numpy(zero_copy_only=False))
+        return
+    coded = column.dictionary_encode()
+    group = _create_group(frame, name, "categorical", "0.2.0")
+    group.attrs["ordered"] = False
+    _write_array(group, "categories", coded.dictionary.to_pylist())
+    _write_array(group, "codes", coded.indices.fill_null(-1).to_numpy())
+
+
+def _write_array(group: Any, name: str, values: list[str] | np.ndarray) -> None:
+    """Write an array of numbers, or a list of texts, to HDF5 as anndata does.
+
+    Args:
+        group: The group to write to.
+        name: The name of the dataset.
+        values: The numbers or texts.
+    """
+    import h5py
+
+    is_text = isinstance(values, list)
+    array = np.array(values, h5py.string_dtype()) if is_text else values
+    node = group.create_dataset(name, data=array)
+    kind = "string-array" if is_text else "array"
+    node.attrs.update({"encoding-type": kind, "encoding-version": "0.2.0"})
+
+
+def _create_group(parent: Any, name: str, kind: str, version: str) -> Any:
+    """Create a group of HDF5 with anndata's attributes of its encoding.
+
+    Args:
+        parent: The group or file to write to.
+        name: The name of the group.
+        kind: The encoding, such as "dataframe".
+        version: The version of the encoding, such as "0.2.0".
+    """
+    group = parent.create_group(name)
+    group.attrs.update({"encoding-type": kind, "encoding-version": version})
+    return group

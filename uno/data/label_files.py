@@ -1,0 +1,385 @@
+"""Read labels that people have given: tables, and files of annotation tools.
+
+Every file becomes one mapping from an image to its class. It gives labels to the rows
+of a source (``--data.labels``), and names to discovered classes (``uno classes
+--from``). An image that people have put into several classes has no label.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+from urllib.parse import unquote, urlsplit
+from xml.etree import ElementTree
+
+import numpy as np
+import pyarrow as pa
+
+from uno.data import files as filesystem
+from uno.data.columns import fill_labels, find_rows, make_labels
+from uno.data.images import is_image
+from uno.data.labels import is_missing
+from uno.data.rows import Rows
+from uno.data.text_tables import read_text_table
+from uno.errors import ConfigError, one_line
+from uno.limits import MAX_TABLE_BYTES
+from uno.text import plural
+
+Answers = Iterator[tuple[str, str]]
+"""Pairs of an image, by its id or path, and a class that a person has given to it."""
+
+IMAGE_KEYS = ("image_id", "id", "path", "image", "file_name", "filename")
+"""Names of a column of images in a table, the ids that we export first."""
+LABEL_KEYS = ("label", "class", "choice")
+"""Names of a column of labels in a table, and of Label Studio's choices."""
+CONFIRMED = "confirmed"
+"""Tag in FiftyOne of a sample or label whose predicted class is right."""
+UPLOAD = re.compile(r"/data/upload/.*/[0-9a-f]{8}-(.*)")
+"""Address of a file that a person has uploaded to Label Studio."""
+LOCAL_FILE = "/data/local-files/?d="
+"""Beginning of the address of a file that Label Studio serves from a disk."""
+
+
+class GivenLabels(NamedTuple):
+    """Labels that people have given to images, as read from a file.
+
+    Attributes:
+        classes: The id or path of an image -> its class.
+        warnings: A line about images with several classes, if there are any.
+    """
+
+    classes: dict[str, str]
+    warnings: tuple[str, ...] = ()
+
+
+def read_label_file(path: str) -> GivenLabels:
+    """Read the labels of a table or of a file of an annotation tool.
+
+    - A table (.csv, .tsv, .jsonl) with the columns ``id`` and ``label``, or the CSV
+      file of Label Studio.
+    - Label Studio's JSON or JSON-MIN: the submitted annotations.
+    - ``samples.json`` of a ``FiftyOneDataset``: labels that differ from the prediction,
+      and those with the tag ``confirmed`` on the label or its sample.
+    - "CVAT for images" (.xml): tags that a person has added or changed.
+
+    Args:
+        path: Path or URI of the file.
+
+    Raises:
+        ConfigError: The file is of another kind, damaged, or has no label of a person.
+    """
+    suffix = filesystem.split(path)[1].lower().rpartition(".")[2]
+    if suffix in ("csv", "tsv", "jsonl"):
+        answers = _answers_of_table(path)
+    elif suffix in ("json", "xml"):
+        answers = _answers_of_tool(path, suffix)
+    else:
+        raise ConfigError(
+            f"{path}: labels are read from .csv, .tsv and .jsonl tables with id and"
+            " label, .json files of Label Studio and FiftyOne, and .xml files of CVAT"
+        )
+    classes = defaultdict[str, dict[str, None]](dict)
+    for image, name in answers:
+        classes[image][name] = None
+    if not classes:
+        raise ConfigError(
+            f"{path} has no label of a person; submit annotations in Label Studio, tag"
+            f" right labels {CONFIRMED!r} in FiftyOne, or add tags in CVAT"
+        )
+    several = {image: names for image, names in classes.items() if len(names) > 1}
+    warnings: tuple[str, ...] = ()
+    for image, names in [*several.items()][:1]:
+        example = one_line(f"{image}: {', '.join(names)}")
+        warnings = (
+            f"{path}: {plural(len(several), 'image')} in several classes, e.g."
+            f" {example}: they get no label; keep one class of each image",
+        )
+    clear = {i: next(iter(names)) for i, names in classes.items() if i not in several}
+    return GivenLabels(clear, warnings)
+
+
+def with_label_file(rows: Rows, path: str) -> Rows:
+    """Replace labels of a data set by the labels that a file gives to its images.
+
+    Rows that the file does not name keep their labels.
+
+    Args:
+        rows: The rows of a source.
+        path: Path or URI of the file, a table or a file of an annotation tool, see
+            :func:`read_label_file`.
+
+    Returns:
+        The rows with the labels of the file, and with warnings about labels of images
+        that are not among them.
+
+    Raises:
+        ConfigError: The file cannot be used, or names no image of the source.
+    """
+    given = read_label_file(path)
+    numbers = np.arange(len(rows))
+    found = match_images(given.classes, rows.ids, lambda: rows.images.paths(numbers))
+    warnings = (*rows.warnings, *given.warnings)
+    missing = [image for image in given.classes if image not in found]
+    if missing:
+        what = (
+            f"{path}: {plural(len(missing), 'label')} of images that are not in"
+            f" {rows.source}, e.g. {one_line(repr(missing[0]))}"
+        )
+        if not found:
+            example = one_line(repr(rows.ids[0].as_py()))
+            raise ConfigError(f"{what}; ids there are such as {example}")
+        warnings = (*warnings, f"{what}: they are left out")
+    names = make_labels(given.classes[image] for image in found)
+    codes = np.full(len(rows), -1, np.int32)
+    codes[[*found.values()]] = names.indices.to_numpy()
+    indices = pa.array(codes, mask=codes < 0)
+    labels = pa.DictionaryArray.from_arrays(indices, names.dictionary)
+    note = f"{plural(len(found), 'label')} from {path}"
+    return replace(
+        rows,
+        labels=fill_labels(labels, rows.labels),
+        warnings=warnings,
+        notes=(*rows.notes, note),
+    )
+
+
+def match_images(
+    images: Iterable[str],
+    ids: pa.LargeStringArray,
+    paths: Callable[[], Sequence[str | None]],
+) -> dict[str, int]:
+    """Find the rows of the images that a file names.
+
+    An image is named by the id of its row. Otherwise it is named by a path that ends as
+    the id or the path of only one row, which no other image names.
+
+    Args:
+        images: The names of images in the file.
+        ids: The ids of all rows.
+        paths: Returns the paths of all rows, None for a row without a path. It is
+            called only if an image is not named by its id.
+
+    Returns:
+        The row number of each image that was found, by its name in the file.
+    """
+    images = list(images)
+    found = find_rows(ids, images)
+    missing = [image for image in images if image not in found]
+    if not missing:
+        return found
+    rows_of_name = defaultdict[str, list[tuple[str, int]]](list)
+    for row, names in enumerate(zip(ids.to_pylist(), paths(), strict=True)):
+        for name in filter(None, names):
+            rows_of_name[name.rpartition("/")[2]].append((f"/{name}", row))
+    taken = {*found.values()}
+    for image in missing:
+        wanted = f"/{image.lstrip('/')}"
+        rows = {
+            row
+            for name, row in rows_of_name[wanted.rpartition("/")[2]]
+            if name.endswith(wanted) or wanted.endswith(name)
+        }
+        if len(rows) == 1 and not rows <= taken:
+            found[image] = rows.pop()
+            taken.add(found[image])
+    return found
+
+
+def _answers_of_table(path: str) -> Answers:
+    """Yield images and their labels from a table with one image a row.
+
+    Args:
+        path: Path or URI of the table.
+
+    Yields:
+        Pairs of the id or path of an image, and its label.
+
+    Raises:
+        ConfigError: The table has no column of images or no column of labels.
+    """
+    columns = read_text_table(path).columns
+    image = next((name for name in IMAGE_KEYS if name in columns), None)
+    label = next((name for name in LABEL_KEYS if name in columns), None)
+    if image is None or label is None:
+        has = one_line(", ".join(columns)) or "none"
+        raise ConfigError(f"{path}: needs the columns id and label; it has {has}")
+    for name, value in zip(columns[image], columns[label], strict=True):
+        if not is_missing(name) and not is_missing(value):
+            yield _name_of_address(str(name)), str(value).strip()
+
+
+def _answers_of_tool(path: str, suffix: str) -> Answers:
+    """Read images and their labels from a .json or .xml file of an annotation tool.
+
+    Args:
+        path: Path or URI of the file.
+        suffix: "json" for Label Studio and FiftyOne, "xml" for CVAT.
+
+    Returns:
+        An iterator of pairs: the id or path of an image, and a label that a person
+        gave.
+
+    Raises:
+        ConfigError: The file is damaged or of another tool.
+    """
+    text = filesystem.read_text(path, MAX_TABLE_BYTES)
+    try:
+        if suffix == "xml":
+            if "<!DOCTYPE" in text:  # its entities could fill the memory
+                raise ValueError("a document type is not allowed")
+            return iter([*_answers_of_cvat(ElementTree.fromstring(text))])
+        content = filesystem.parse_json(text)
+        if isinstance(content, list):
+            return iter([*_answers_of_label_studio(content)])
+        if isinstance(content, dict) and "samples" in content:
+            return iter([*_answers_of_fiftyone(content["samples"])])
+    except (ValueError, ElementTree.ParseError) as error:
+        raise ConfigError(f"{path} cannot be read: {one_line(error)}") from None
+    except (KeyError, TypeError, AttributeError) as error:
+        detail = f"{type(error).__name__} {one_line(error)}"
+        raise ConfigError(f"{path} is damaged or of another tool: {detail}") from None
+    fix = "export FiftyOne's dataset as fiftyone.types.FiftyOneDataset"
+    raise ConfigError(f"{path} is of no tool that is known; {fix}")
+
+
+def _answers_of_label_studio(tasks: Sequence[Mapping[str, Any]]) -> Answers:
+    """Yield images and their labels from Label Studio's JSON or JSON-MIN.
+
+    Skipped tasks and predictions are left out. JSON-MIN has data and choices side by
+    side, so its choices must have one of the names :data:`LABEL_KEYS`.
+
+    Args:
+        tasks: The content of the file, one object for each image.
+
+    Yields:
+        Pairs of the id or path of an image, and a label that a person chose.
+
+    Raises:
+        ValueError: It is not clear which of several choices are the classes.
+    """
+    for task in tasks:
+        if "data" not in task:
+            image = _image_of_task(task)
+            choices = {name: task[name] for name in LABEL_KEYS if name in task}
+            yield from _answers_of_choices(image, choices)
+            continue
+        image = _image_of_task(task["data"])
+        for annotation in task["annotations"]:
+            choices = {
+                result["from_name"]: result["value"]["choices"]
+                for result in annotation["result"]
+                if result["type"] == "choices" and not annotation.get("was_cancelled")
+            }
+            yield from _answers_of_choices(image, choices)
+
+
+def _answers_of_choices(image: str, choices: Mapping[str, Any]) -> Answers:
+    """Yield the classes that a person has chosen for one image in Label Studio.
+
+    Args:
+        image: The id or path of the image.
+        choices: Name of a group of choices -> what was chosen: a text, or a list.
+
+    Yields:
+        Pairs of ``image`` and a class.
+
+    Raises:
+        ValueError: There are several groups, and none has a name of :data:`LABEL_KEYS`.
+    """
+    if not choices:
+        return
+    usual = [name for name in LABEL_KEYS if name in choices]
+    if not usual and len(choices) > 1:
+        raise ValueError(
+            f"{image} has the choices {', '.join(choices)}; call those of the class"
+            " 'class'"
+        )
+    chosen = choices[(usual or [*choices])[0]]
+    for name in [chosen] if isinstance(chosen, str) else chosen:
+        yield image, str(name)
+
+
+def _image_of_task(data: Mapping[str, Any]) -> str:
+    """Return the id or path of the image of a task in Label Studio.
+
+    Args:
+        data: The data of the task by name.
+
+    Raises:
+        ValueError: The data names no image.
+    """
+    if "image_id" in data:
+        return str(data["image_id"])
+    for value in (data.get("image"), *data.values()):
+        if isinstance(value, str) and is_image(image := _name_of_address(value)):
+            return image
+    raise ValueError(f"a task has no image: {', '.join(data)}")
+
+
+def _name_of_address(address: str) -> str:
+    """Return the path of an image in the address by which Label Studio shows it.
+
+    Other texts, such as ids and paths, are returned as they are.
+    """
+    if (upload := UPLOAD.fullmatch(address)) is not None:
+        return unquote(upload[1])
+    if LOCAL_FILE in address:
+        return "/" + unquote(address.partition(LOCAL_FILE)[2]).lstrip("/")
+    return unquote(urlsplit(address).path) if "://" in address else address
+
+
+def _answers_of_fiftyone(samples: Sequence[Mapping[str, Any]]) -> Answers:
+    """Yield images and the labels that a person has given to them in FiftyOne.
+
+    These are labels that differ from the prediction that we exported, labels without
+    such a prediction, and those with the tag :data:`CONFIRMED`.
+
+    Args:
+        samples: The samples in ``samples.json``, one object for each image.
+
+    Yields:
+        Pairs of the id or path of an image, and its label.
+
+    Raises:
+        ValueError: Samples have several fields with a class, and none is
+            ``ground_truth``.
+    """
+    for sample in samples:
+        fields = {
+            name: value
+            for name, value in sample.items()
+            if isinstance(value, dict) and value.get("_cls") == "Classification"
+        }
+        if len(fields) > 1 and "ground_truth" not in fields:
+            raise ValueError(
+                f"samples have the fields {', '.join(fields)}; call the one of the"
+                " classes ground_truth"
+            )
+        if not fields:
+            continue
+        found = fields.get("ground_truth") or next(iter(fields.values()))
+        tags = [*sample.get("tags", ()), *found.get("tags", ())]
+        if found.get("label") and (
+            CONFIRMED in tags or found["label"] != found.get("predicted")
+        ):
+            yield str(found.get("image_id") or sample["filepath"]), found["label"]
+
+
+def _answers_of_cvat(root: ElementTree.Element) -> Answers:
+    """Yield images and the tags that a person has added or changed in CVAT.
+
+    CVAT marks imported predictions with the source ``auto``, until they are changed.
+
+    Args:
+        root: The root of the XML file.
+
+    Yields:
+        Pairs of the name of an image, and a tag.
+    """
+    for image in root.iter("image"):
+        for tag in image.iter("tag"):
+            if tag.get("source") != "auto":
+                yield image.attrib["name"], tag.attrib["label"]
