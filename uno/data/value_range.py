@@ -11,6 +11,7 @@ from uno.config import Range
 from uno.data.decode import BadImage, map_images, sample_values
 from uno.data.images import evenly_spaced
 from uno.data.rows import NUM_HEADERS, Rows
+from uno.text import plural
 
 PERCENTILES = (0.1, 99.9)
 """Percentiles of the stored values that become black and white."""
@@ -42,7 +43,7 @@ def choose_value_range(rows: Rows) -> tuple[Range, str] | None:
     values = np.concatenate([*samples, np.empty(0)])
     if not len(values):
         return None
-    low, high = (float(f"{value:.4g}") for value in np.percentile(values, PERCENTILES))
+    low, high = (float(f"{value:.6g}") for value in np.percentile(values, PERCENTILES))
     lower, upper = PERCENTILES
-    why = f"percentiles {lower} and {upper} of {len(deep)} images"
+    why = f"percentiles {lower} and {upper} of {plural(len(deep), 'image')}"
     return (low, high if low < high else low + 1), why

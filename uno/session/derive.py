@@ -300,6 +300,15 @@ def derive_value_range(
 
     Nothing is derived if a sample of images has 8 bits, or if the run whose weights
     this run starts from has a range.
+
+    Args:
+        config: The configuration so far.
+        given: The dotted keys that the user has set.
+        task: The rows of the run.
+
+    Returns:
+        Values by dotted key, and a line for the user. Both are empty if nothing is
+        derived.
     """
     if "data.value_range" in given or config.data.value_range is not None:
         return {}, ""
