@@ -4,7 +4,7 @@ PY := .venv/bin/python
 STAMP := .venv/.installed
 SET := -c constraints.txt -e '.[ray,dev]'
 
-.PHONY: demo gpu-bundle docs test test-slow release-check lint types fakecuda gpu slow bench newest-ray clean
+.PHONY: demo gpu-bundle docs test test-slow test-formats release-check lint types fakecuda gpu slow bench newest-ray clean
 .DEFAULT_GOAL := demo
 
 # By uv, which takes a third of pip's time, from the index that pip would take; by pip where uv cannot.
@@ -75,6 +75,17 @@ test: lint
 test-slow: $(STAMP)
 	$(call beside,slow,-m 'slow and ray' --durations=10)
 
+# Round trips with the libraries of other formats, in an environment of their own (about 8 GB).
+# FORMATS_PYTHON=PYTHON takes a Python that has them, this package and pytest.
+FORMATS := .venv-formats
+FORMATS_PYTHON ?= $(FORMATS)/bin/python
+test-formats:
+	test -x $(FORMATS_PYTHON) || $(PYTHON) -m venv $(FORMATS)
+	$(FORMATS_PYTHON) -c 'import anndata, datasets, fiftyone, label_studio_sdk, polars, pytest' 2> /dev/null || \
+	  $(FORMATS_PYTHON) -m pip install --quiet -e '.[h5ad]' 'pytest>=8' 'pytest-timeout>=2.3' 'anndata>=0.12' \
+	  'datasets>=4' 'fiftyone>=1.11' 'label-studio-sdk>=2' 'polars>=1'
+	OMP_NUM_THREADS=1 FIFTYONE_DO_NOT_TRACK=true $(FORMATS_PYTHON) -m pytest --timeout 900 -m formats tests/formats
+
 bench: $(STAMP)
 	$(PY) -m benchmarks
 
@@ -99,4 +110,4 @@ newest-ray:
 	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -m 'ray and not slow and not release'
 
 clean:
-	rm -rf .venv $(NEWEST) runs build docs/_build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv $(NEWEST) $(FORMATS) runs build docs/_build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

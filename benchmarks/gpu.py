@@ -48,7 +48,6 @@ from benchmarks.step import parts as parts_of_step
 from benchmarks.step import train_set
 from uno.captured import EAGER_STEPS, CapturedStep, record_cuda_graph
 from uno.config import Config, override
-from uno.cpus import available_cpus
 from uno.data.files import Storage
 from uno.data.images import InMemory
 from uno.data.memory import MemoryBatches
@@ -60,6 +59,7 @@ from uno.objective import unified_objective
 from uno.presets import preset
 from uno.runs.hardware import prepare_compiler
 from uno.steps import Batch, new_state, take_step
+from uno.threads import available_cpus
 
 PARTS = ("ceilings", "tests", "steps", "streamed", "discover", "frozen")
 TRACED_STEPS = 3

@@ -52,7 +52,7 @@ from uno.data.decode import (
     read_header,
 )
 from uno.data.files import Storage
-from uno.data.read_options import ReadOptions
+from uno.data.rows import ReadOptions
 from uno.data.tables import read_parquet, read_table
 from uno.data.tar import read_tar
 from uno.encoders.weights import read_weights

@@ -4,12 +4,18 @@ import re
 import shlex
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
     "README.md",
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
 ]
+OF_LIBRARIES = ("docs/guides/cells.md",)
+"""Pages whose examples need libraries of other formats, in `make test-formats`."""
+EXCERPTS = ("docs/contributing/add-a-method.md",)
+"""Pages whose Python is an excerpt of a file."""
+FENCE = re.compile(r"^(<!-- executed -->\n)?```(\w*)\n(.*?)^```", re.M | re.S)
 
 
 @cache
@@ -62,3 +68,24 @@ def table(name: str, start: str) -> list[list[str]]:
     (found,) = re.findall(rf"^{re.escape(start)}.*\n(?:\|.*\n?)*", page(name), re.M)
     head, _, *rows = found.splitlines()
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in (head, *rows)]
+
+
+def run_examples(name: str) -> int:
+    """Run a page's Python and the commands that are marked, in order, in the present
+    directory. Returns how many there are.
+    """
+    from pipelines import cli
+
+    names: dict[str, Any] = {}
+    ran = 0
+    for mark, language, text in FENCE.findall(page(name)):
+        if language == "python" and name not in EXCERPTS:
+            exec(compile(text, name, "exec"), names)
+            ran += 1
+        elif mark:
+            for _, *words in commands(f"```\n{text}```"):
+                quick = ["--compute.threads", "1", "--batch-size", "16"]
+                quick = quick if words[0] == "discover" else []
+                assert cli.main([*words, *quick]) == 0, words
+                ran += 1
+    return ran

@@ -19,7 +19,17 @@ from pipelines import commands as commands_module
 from pipelines.commands import DISCOVER
 from pipelines.options import Command, parse, with_dashes
 from pipelines.reproduce import REPRODUCE
-from tests.pages import PAGES, ROOT, blocks, commands, page, table
+from tests.pages import (
+    FENCE,
+    OF_LIBRARIES,
+    PAGES,
+    ROOT,
+    blocks,
+    commands,
+    page,
+    run_examples,
+    table,
+)
 from tests.shapes import draw, draw_photos
 from tests.uno.small_run import SMALL
 from tune.spaces import load_space
@@ -31,7 +41,6 @@ from uno.methods import METHODS
 from uno.presets import preset
 from uno.results import predictions
 
-FENCE = re.compile(r"^(<!-- executed -->\n)?```(\w*)\n(.*?)^```", re.M | re.S)
 README = page("README.md")
 
 
@@ -148,7 +157,7 @@ RUNS = [
     for name in PAGES
     if "<!-- executed -->" in page(name) or "```python" in page(name)
 ]
-RUNS = [name for name in RUNS if name != "README.md"]
+RUNS = [name for name in RUNS if name not in ("README.md", *OF_LIBRARIES)]
 
 
 @pytest.mark.release
@@ -162,20 +171,7 @@ def test_the_examples_of_a_page_run(name, made, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
     monkeypatch.syspath_prepend(ROOT / "examples")
     monkeypatch.setattr(uno, "discover", partial(uno.discover, quiet=True, **FEW))
-    names: dict = {}
-    ran = 0
-    for mark, language, text in FENCE.findall(page(name)):
-        if language == "python" and name != "docs/contributing/add-a-method.md":
-            exec(compile(text, name, "exec"), names)
-            ran += 1
-        elif mark:
-            for _, *words in commands(f"```\n{text}```"):
-                quick = ["--compute.threads", "1", "--batch-size", "16"] * (
-                    words[0] == "discover"
-                )
-                assert cli.main([*words, *quick]) == 0, words
-                ran += 1
-    assert ran
+    assert run_examples(name)
 
 
 def test_the_example_of_a_method_is_the_file():

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from uno.augment import eval_view
 from uno.config import Config, ModelConfig
-from uno.data.row_blocks import RowBlocks
+from uno.data.memory import RowBlocks
 from uno.encoders.build import build_encoder, frozen_parts
 from uno.heads import Prototypes, StackedProjector, unit
 from uno.methods import Method, load

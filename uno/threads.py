@@ -1,4 +1,4 @@
-"""Set the number of CPU threads of PyTorch, and start thread pools that respect it."""
+"""Count the CPU cores of this process, and start threads that share them."""
 
 import threading
 from collections.abc import Iterator
@@ -6,6 +6,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
+
+
+def available_cpus() -> int:
+    """Return the number of CPU cores that this process may use, at least 1.
+
+    The number is the smallest of the machine's cores, the CPU affinity of the process
+    (``taskset``, a batch scheduler) and the CPU quota of its control group, version 1
+    or 2 (a container's CPU limit).
+    """
+    from joblib import cpu_count  # 0.1 s, which a command without data need not wait
+
+    return int(cpu_count())
 
 
 @contextmanager

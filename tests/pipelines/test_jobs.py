@@ -20,7 +20,7 @@ from tests.pipelines.small import wait_for
 from tests.uno.small_run import small_config
 from uno.config import Config, override
 from uno.data.files import Storage
-from uno.data.row_blocks import RowBlocks
+from uno.data.memory import RowBlocks
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.errors import ConfigError, Interrupted
@@ -300,7 +300,7 @@ def test_images_stay_in_rays_store_as_long_as_they_are_used(
         streams = loading == "streaming"
         assert events == ([("closed", True)] if streams else [])
         found = run.task
-        assert found is task if streams else found.rows.images.ready.values is kept
+        assert found is task if streams else found.rows.images.values is kept
     assert events == [("closed", streams)]
 
 

@@ -213,7 +213,7 @@ def test_ray_data_equals_this_process(ray_cluster, tmp_path, monkeypatch, make):
         )
 
     train = streaming_set(CONFIG, task, Storage(str(tmp_path / "run")))
-    source, limits = ray_cluster.put(train.images), Cropping(1, 2**26)
+    source, limits = ray_cluster.put(train.source.images), Cropping(1, 2**26)
     crop = ray_data.crop_on_ray(ray_cluster, source, limits)
     for rank, first in ((0, 0), (1, 3)):
         job = job_of(train, rank, 2, first)
@@ -271,7 +271,7 @@ def test_a_damaged_page_is_one_line(ray_cluster, tmp_path):
         data = bytearray(path.read_bytes())
         data[len(data) // 2] ^= 4
         path.write_bytes(data)
-    source = ray_cluster.put(train.images)
+    source = ray_cluster.put(train.source.images)
     crop = ray_data.crop_on_ray(ray_cluster, source, Cropping(1, 2**26))
     with pytest.raises(ConfigError, match="cannot read row group") as caught:
         joined(crop(job_of(train)))
@@ -287,7 +287,7 @@ def test_an_execution_needs_no_cpu_that_is_free(ray_cluster, tmp_path):
     from ray.util import placement_group, remove_placement_group
 
     train = streaming_set(CONFIG, mixed_task(tmp_path), Storage(str(tmp_path / "run")))
-    source, limits = ray_cluster.put(train.images), Cropping(4, 2**26)
+    source, limits = ray_cluster.put(train.source.images), Cropping(4, 2**26)
     crop = ray_data.crop_on_ray(ray_cluster, source, limits)
     total = {
         node["NodeID"]: node["Resources"].get("CPU", 0)

@@ -30,7 +30,6 @@ from pipelines.options import parse
 from tests.forked import forked
 from tests.pipelines.small import SMALL, wait_for, write_images
 from uno.config import Config, dump_yaml, override
-from uno.cpus import available_cpus
 from uno.data import features
 from uno.data.files import Storage
 from uno.encoders.build import build_encoder
@@ -39,6 +38,7 @@ from uno.reproduce.experiments import build, names
 from uno.runs import NUMERICS, lock
 from uno.runs.lock import LOCK_FILE
 from uno.session.configure import RAY_JOB
+from uno.threads import available_cpus
 
 WITHOUT_GPU = pytest.mark.skipif(
     torch.cuda.is_available(), reason="this machine has the device"
@@ -559,7 +559,7 @@ def test_a_cell_finds_the_features_of_its_job(frozen_request, monkeypatch):
     cell = jobs["cells/digits-uno-seed1"]
     counts = []
     for job in (jobs[cell.needs], cell, jobs[cell.needs]):
-        command, _ = cells._command(request.output, job)
+        command, _ = cells.cell_command(request.output, job)
         assert cells.main(command[3:]) == 0
         counts.append(len(computed))
     assert counts[0] > 0 and counts == counts[:1] * 3
@@ -761,11 +761,12 @@ def test_a_task_runs_to_its_end_or_until_it_is_told_to_stop(tmp_path):
     it has saved.
     """
     log, stop = tmp_path / "log", tmp_path / "log.stop"
-    assert cells._run([sys.executable, "-c", "raise SystemExit(3)"], log, stop) == 3
+    assert cells.run_cell([sys.executable, "-c", "raise SystemExit(3)"], log, stop) == 3
     touch = f"open({str(stop)!r}, 'w').close(); "
     script = SAVES.replace("time.sleep", f"{touch}time.sleep")
     assert (
-        cells._run([sys.executable, "-c", script], log, stop) == Interrupted.exit_code
+        cells.run_cell([sys.executable, "-c", script], log, stop)
+        == Interrupted.exit_code
     )
     assert log.read_text() == "ready\nsaved\n"
 

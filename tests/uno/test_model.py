@@ -6,7 +6,7 @@ import torch
 from tests.uno.small_run import small_config
 from tests.uno.test_heads import small_model
 from uno.config import Config, ModelConfig
-from uno.data.row_blocks import RowBlocks
+from uno.data.memory import RowBlocks
 from uno.methods.uno import METHOD
 from uno.model import UnoModel, build_network, features_of, forward
 

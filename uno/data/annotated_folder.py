@@ -16,8 +16,7 @@ import numpy as np
 
 from uno.data import files as filesystem
 from uno.data.images import is_image
-from uno.data.read_options import DEFAULT_OPTIONS, ReadOptions
-from uno.data.rows import SPLITS, Rows
+from uno.data.rows import DEFAULT_OPTIONS, SPLITS, ReadOptions, Rows
 from uno.data.tables import note_of_no_label, rows_of_table
 from uno.data.text_tables import TextTable, read_text_table
 from uno.errors import ConfigError, one_line

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from uno.data import files as filesystem
 from uno.data.from_python import float_vectors
-from uno.data.read_options import ReadOptions
+from uno.data.rows import ReadOptions
 from uno.data.tables import check_names
 from uno.data.text_tables import read_csv
 from uno.errors import ConfigError, StorageError, one_line

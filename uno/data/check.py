@@ -18,7 +18,6 @@ from uno.data.decode import (
     brightness,
     decoded,
     map_images,
-    ok_mask,
 )
 from uno.data.embeddings import equal_rows
 from uno.data.files import read_bytes
@@ -87,9 +86,7 @@ def check(
         read_images: Whether images are read at all. A run that resumes with unchanged
             data has checked them before.
     """
-    vectors = task.rows.images.vectors(np.arange(len(task.rows)))
-    ok = None if vectors is None else ok_mask(vectors[1])
-    of_images = list[Problem]()
+    ok, of_images = task.rows.usable, list[Problem]()
     if read_images:
         headers, bad, num_checked = task.rows.headers
         if seconds:
@@ -246,8 +243,8 @@ def format_report(task: Task, problems: list[Problem], size: int | None = None) 
         sides = sorted((h.width * h.height, f"{h.width} x {h.height}") for h in headers)
         sizes = f"{sides[0][1]} to {sides[-1][1]} pixels"
         lines.append(f"sizes        {sizes} ({formats}; sample of {len(headers)})")
-    if (vectors := rows.images.vectors(np.arange(0))) is not None:
-        lines.append(f"used         as vectors of {vectors[0].shape[2]} numbers")
+    if rows.vectors is not None:
+        lines.append(f"used         as vectors of {rows.vectors[0].shape[2]} numbers")
     elif size is not None:
         lines.append(f"used         as {size} x {size} pixels (--data.stored-size)")
     names = [printable(name) for name in task.known + task.novel] + ["(no truth)"]
@@ -513,7 +510,7 @@ def _check_brightness(task: Task, value_range: Range | None) -> Iterator[Problem
             :class:`uno.data.decode.Decoding`.
     """
     images = task.rows.images
-    if images.vectors(np.arange(0)) is not None:
+    if task.rows.vectors is not None:
         return
     outcomes = map_images(
         images,
@@ -627,8 +624,8 @@ def _find_copies(task: Task, in_full: bool) -> tuple[list[list[int]], str]:
         views are compared.
     """
     images, rows = task.rows.images, np.arange(len(task.rows))
-    if (vectors := images.vectors(rows)) is not None:
-        values, reasons = vectors
+    if task.rows.vectors is not None:
+        values, reasons = task.rows.vectors
         copies = equal_rows(values[:, 0])
         return [group for group in copies if reasons[group[0]] is None], ""
     advice = "" if in_full else "uno data check compares up to 2 GiB"

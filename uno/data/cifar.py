@@ -17,8 +17,7 @@ import pyarrow as pa
 from uno.data import files as filesystem
 from uno.data.columns import make_ids
 from uno.data.images import InMemory
-from uno.data.read_options import ReadOptions
-from uno.data.rows import Rows
+from uno.data.rows import ReadOptions, Rows
 from uno.errors import ConfigError, one_line
 from uno.limits import MAX_CIFAR_BYTES
 

@@ -25,7 +25,6 @@ from PIL import ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from uno.config import DataConfig, Range
-from uno.cpus import available_cpus
 from uno.data.files import (
     is_transient,
     open_file,
@@ -39,7 +38,7 @@ from uno.limits import (
     MAX_IMAGE_PIXELS,
     MAX_PIXELS_PER_BYTE,
 )
-from uno.threads import start_pool
+from uno.threads import available_cpus, start_pool
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
 """Formats that are decoded: the first frame or page of an image. Files of any other

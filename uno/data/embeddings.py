@@ -43,8 +43,7 @@ from uno.data.parquet import (
     partition_columns,
     values_in,
 )
-from uno.data.read_options import DEFAULT_OPTIONS, ReadOptions
-from uno.data.rows import Rows
+from uno.data.rows import DEFAULT_OPTIONS, ReadOptions, Rows
 from uno.errors import ConfigError, StorageError, one_line
 from uno.limits import MAX_ROWS
 from uno.text import plural

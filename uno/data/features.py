@@ -315,7 +315,8 @@ def decode_rows(
         The pixels of each row in one line, uint8 (n, bytes): first the whole image,
         resized and cropped to a square (3, S, S) for the evaluation view, then the
         crops of the random views, black where there are none. bool (n,), the rows that
-        have crops. For each row the reason why it cannot be read, or None.
+        have random views and can be read. For each row the reason why it cannot be
+        read, or None.
     """
     data, cropper = config.data, _cropper(config)
     squares = np.zeros((len(images), 3, data.stored_size, data.stored_size), np.uint8)

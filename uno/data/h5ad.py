@@ -18,7 +18,7 @@ from scipy import sparse
 from uno.data import files as filesystem
 from uno.data.array_files import COLUMNS, ArrayFile, new_array
 from uno.data.from_python import float_vectors
-from uno.data.read_options import ReadOptions
+from uno.data.rows import ReadOptions
 from uno.data.tables import check_names
 from uno.errors import ConfigError, one_line
 

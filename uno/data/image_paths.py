@@ -20,7 +20,7 @@ import numpy as np
 from uno.data import files as filesystem
 from uno.data.columns import chunks
 from uno.data.images import Files, is_image
-from uno.data.read_options import DEFAULT_OPTIONS, ReadOptions
+from uno.data.rows import DEFAULT_OPTIONS, ReadOptions
 from uno.errors import ConfigError, one_line
 
 LABEL_STUDIO = re.compile(r"/?data/(upload|local-files)/")

@@ -10,18 +10,16 @@ import logging
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, Self, cast
+from dataclasses import dataclass
+from typing import Any, Protocol, Self, cast
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute
-import torch
 from torch import Tensor
 
 from uno.data.columns import decimal
 from uno.data.files import full_path, is_uri, stat_of, valid_text
-from uno.data.row_blocks import RowBlocks
 
 Image = bytes | str | np.ndarray
 """Encoded bytes, a path or URI, or pixels uint8 (H, W, 3)."""
@@ -259,18 +257,6 @@ class Images(Protocol):
         return None
 
 
-class Ready(NamedTuple):
-    """Decoded pixels or features of N images, in memory.
-
-    Attributes:
-        values: Pixels uint8 (N, 3, S, S), or features (N, D).
-        reasons: For each row the reason why it is unreadable, or None.
-    """
-
-    values: RowBlocks
-    reasons: Sequence[str | None]
-
-
 def _delegate_method(name: str) -> Any:
     """Make a method of :class:`ImageSubset` that calls the method of its base images.
 
@@ -291,12 +277,10 @@ class ImageSubset(Images):
     Attributes:
         images: The base images that rows are chosen from.
         index: Row number in ``images`` of each chosen row, int64 (N,).
-        ready: Decoded pixels or features of the chosen rows, if they are in memory.
     """
 
     images: Images
     index: np.ndarray
-    ready: Ready | None = None
 
     def __len__(self) -> int:
         return len(self.index)
@@ -311,18 +295,10 @@ class ImageSubset(Images):
     def take(self, rows: np.ndarray) -> ImageSubset:
         """Return only the images of some rows of the subset, as another subset.
 
-        Decoded pixels or features of the rows that are in memory are taken along.
-
         Args:
             rows: Row numbers in the subset, int64 (n,).
         """
-        ready = self.ready
-        if ready is not None:
-            reasons = [
-                ready.reasons[row] for row in np.arange(len(self))[rows].tolist()
-            ]
-            ready = Ready(ready.values.select_rows(torch.tensor(rows)), reasons)
-        return ImageSubset(self.images, self.index[rows], ready)
+        return ImageSubset(self.images, self.index[rows])
 
     def split_rows(self, rows: np.ndarray, size: int) -> Iterator[Images]:
         """Yield the images of some rows of the subset in parts, to be read in order.
@@ -331,24 +307,18 @@ class ImageSubset(Images):
             rows: Row numbers in the subset, int64 (n,).
             size: Number of images of each part but the last.
         """
-        if self.ready is not None:
-            return super().split_rows(rows, size)
         return self.images.split_rows(self.index[rows], size)
 
-    groups, sizes, content_keys, times, paths, lines, numbers, vectors, captions = map(
-        _delegate_method,
-        (
-            "groups",
-            "sizes",
-            "content_keys",
-            "times",
-            "paths",
-            "lines",
-            "numbers",
-            "vectors",
-            "captions",
-        ),
-    )
+    groups = _delegate_method("groups")
+    sizes = _delegate_method("sizes")
+    content_keys = _delegate_method("content_keys")
+    times = _delegate_method("times")
+    paths = _delegate_method("paths")
+    lines = _delegate_method("lines")
+    numbers = _delegate_method("numbers")
+    vectors = _delegate_method("vectors")
+    captions = _delegate_method("captions")
+    prepared = _delegate_method("prepared")
 
     @property
     def is_remote(self) -> bool:
@@ -367,22 +337,6 @@ class ImageSubset(Images):
         """Return the images that a report shows for the chosen rows, or None."""
         pictures = self.images.pictures()
         return None if pictures is None else pictures.take(self.index)
-
-    def prepared(self, rows: np.ndarray) -> tuple[Tensor, list[str | None]] | None:
-        """Return decoded pixels or features of rows that are already in memory.
-
-        Args:
-            rows: Row numbers, int64 (n,).
-
-        Returns:
-            Pixels uint8 (n, 3, S, S) or features (n, D), and for each row the reason
-            why it is unreadable, or None. A single None if nothing is in memory.
-        """
-        if self.ready is None:
-            return self.images.prepared(self.index[rows])
-        return self.ready.values[torch.tensor(rows)], [
-            self.ready.reasons[row] for row in rows.tolist()
-        ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -537,19 +491,6 @@ def as_images(images: Images | Sequence[Any] | np.ndarray) -> Images:
     Other images are returned unchanged.
     """
     return InMemory(images) if isinstance(images, Sequence | np.ndarray) else images
-
-
-def with_ready(
-    images: Images, values: RowBlocks, reasons: Sequence[str | None]
-) -> Images:
-    """Return ``images`` together with their decoded pixels or features.
-
-    Args:
-        images: N images.
-        values: Pixels uint8 (N, 3, S, S), or features (N, D).
-        reasons: For each row the reason why it is unreadable, or None.
-    """
-    return replace(images.take(np.arange(len(images))), ready=Ready(values, reasons))
 
 
 def is_image(name: str) -> bool:

@@ -95,9 +95,11 @@ def read_label_file(path: str) -> GivenLabels:
         example = one_line(f"{image}: {', '.join(names)}")
         warnings = (
             f"{path}: {plural(len(several), 'image')} in several classes, e.g."
-            f" {example}: they get no label; keep one class of each image",
+            f" {example}: it gives them no label; keep one class of each image",
         )
     clear = {i: next(iter(names)) for i, names in classes.items() if i not in several}
+    if not clear:
+        raise ConfigError(warnings[0])
     return GivenLabels(clear, warnings)
 
 

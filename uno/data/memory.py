@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,8 +17,7 @@ from torch import Tensor
 
 from uno.augment import augment
 from uno.config import Config
-from uno.data.images import evenly_spaced, with_ready
-from uno.data.row_blocks import RowBlocks
+from uno.data.images import Images, ImageSubset, evenly_spaced
 from uno.data.sampling import PRETEXT, Batch, Order, Plan, augment_generator
 from uno.data.splits import Task, train_rows, truth_rows
 
@@ -25,12 +25,150 @@ SPREAD_ROWS = 2**16  # rows from which the spread of each feature is computed
 # Limits of the batches of a sample, so that workers get about equally many rows.
 MIN_BATCH_ROWS, MAX_BATCHES = 32, 64
 
+COPY_BYTES = 64 * 2**20  # bytes that are copied to a device at once
+
 Read = Callable[[Sequence[np.ndarray]], Iterator[tuple[Tensor, np.ndarray]]]
 """Reads batches of a sample: takes the positions of the rows of each, int64 (b,).
 
 For each batch it yields the images or features of these rows, and bool (b,), which of
 them could be read. The values of the others have no meaning.
 """
+
+
+class RowBlocks:
+    """Select rows of blocks in host memory, which are copied only when they are read.
+
+    It is indexed like a tensor of N rows along its first dimension.
+
+    Args:
+        blocks: Tensors (n, ...) that hold the rows one after the other: pixels of
+            images uint8 (n, 3, S, S), or features. There is at least one.
+        place: For each of the N rows its number, counted over all blocks, int64 (N,).
+            By default each row of the blocks once, in order.
+        stays_on_host: Whether :meth:`to` copies nothing, because a device cannot hold
+            all rows. Rows are then copied to the device when they are read.
+        target: The device to which rows are copied when they are read.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Tensor],
+        place: Tensor | None = None,
+        stays_on_host: bool = False,
+        target: torch.device | str = "cpu",
+    ) -> None:
+        self._blocks = list(blocks)
+        self._ends = torch.tensor([len(block) for block in blocks]).cumsum(0)
+        self._place = torch.arange(int(self._ends[-1])) if place is None else place
+        self._stays_on_host, self._target = stays_on_host, target
+
+    def __len__(self) -> int:
+        return len(self._place)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape that a tensor of all N rows would have, (N, ...)."""
+        return len(self), *self._blocks[0].shape[1:]
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions of :attr:`shape`."""
+        return self._blocks[0].ndim
+
+    def select_rows(self, rows: Tensor | slice) -> RowBlocks:
+        """Return some of the rows, without a copy.
+
+        Args:
+            rows: Row numbers int64 (n,), a mask bool (N,), or a slice.
+        """
+        place = self._place[_on_host(rows)]
+        return RowBlocks(self._blocks, place, self._stays_on_host, self._target)
+
+    def __getitem__(self, rows: Any) -> Tensor:
+        """Copy some rows into a tensor.
+
+        Args:
+            rows: The rows, as for :meth:`select_rows`; or, if there is a single block,
+                a tuple that begins with them and indexes further dimensions. Tensors
+                may be on any device.
+
+        Returns:
+            A tensor (n, ...).
+        """
+        rows, *rest = map(_on_host, rows if isinstance(rows, tuple) else (rows,))
+        place = self._place[rows].contiguous()
+        if len(self._blocks) == 1:
+            return self._blocks[0][(place, *rest)].to(self._target)
+        assert not rest
+        values = torch.empty((len(place), *self.shape[1:]), dtype=self._blocks[0].dtype)
+        block_of = torch.searchsorted(self._ends, place, right=True)
+        for number in block_of.unique().tolist():
+            block, own = self._blocks[number], block_of == number
+            values[own] = block[place[own] - (self._ends[number] - len(block))]
+        return values.to(self._target)
+
+    def split(self, size: int) -> Iterator[Tensor]:
+        """Yield all rows as tensors of at most ``size`` rows."""
+        return (self[i : i + size] for i in range(0, len(self), size))
+
+    def to(self, device: torch.device | str) -> Tensor | RowBlocks:
+        """Return all rows as a tensor on ``device``, unless they stay on the host.
+
+        For the CPU, nothing is copied.
+        """
+        if self._stays_on_host or torch.device(device).type == "cpu":
+            return RowBlocks(self._blocks, self._place, self._stays_on_host, device)
+        values = torch.empty(self.shape, dtype=self._blocks[0].dtype, device=device)
+        size = max(1, COPY_BYTES // max(1, self[:1].nbytes))
+        for start in range(0, len(self), size):
+            values[start : start + size].copy_(self[start : start + size])
+        return values
+
+
+def _on_host(rows: Any) -> Any:
+    """Move an index of rows to the CPU if it is a tensor, else return it unchanged."""
+    return rows.cpu() if isinstance(rows, Tensor) else rows
+
+
+@dataclass(frozen=True, eq=False)
+class DecodedImages(ImageSubset):
+    """N images together with their decoded pixels or features.
+
+    Attributes:
+        values: Pixels uint8 (N, 3, S, S), or features (N, D).
+        reasons: For each row the reason why it is unreadable, or None.
+    """
+
+    values: RowBlocks
+    reasons: Sequence[str | None]
+
+    @classmethod
+    def of(
+        cls, images: Images, values: RowBlocks, reasons: Sequence[str | None]
+    ) -> DecodedImages:
+        """Add decoded pixels or features to all rows of ``images``."""
+        return cls(images, np.arange(len(images)), values, reasons)
+
+    def take(self, rows: np.ndarray) -> ImageSubset:
+        """Return only some rows int64 (n,), with their pixels or features."""
+        return ImageSubset(self, rows)
+
+    def split_rows(self, rows: np.ndarray, size: int) -> Iterator[Images]:
+        """Yield some rows in parts of ``size`` rows, with their pixels or features."""
+        return Images.split_rows(self, rows, size)
+
+    def prepared(self, rows: np.ndarray) -> tuple[Tensor, list[str | None]]:
+        """Return the decoded pixels or features of rows.
+
+        Args:
+            rows: Row numbers, int64 (n,).
+
+        Returns:
+            Pixels uint8 (n, 3, S, S) or features (n, D), and for each row the reason
+            why it is unreadable, or None.
+        """
+        reasons = [self.reasons[row] for row in rows.tolist()]
+        return self.values[torch.tensor(rows)], reasons
 
 
 @dataclass(frozen=True, eq=False)
@@ -257,8 +395,8 @@ def keep_pixels(
             # a copy, so that the memory of the random views can be freed
             images = images.clone() if views.shape[1] > 1 else images
         images = RowBlocks([images])
-    kept = with_ready(task.rows.images, images, reasons)
-    return replace(task, rows=replace(task.rows, images=kept))
+    kept = DecodedImages.of(task.rows.images, images, reasons)
+    return replace(task, rows=task.rows.with_images(kept))
 
 
 def assemble(task: Task, images: Tensor, ok: np.ndarray) -> TrainSet:
@@ -358,7 +496,7 @@ class MemoryBatches:
         """
         labels, positions = self._train.labels, self._order.positions
         labeled, unlabeled = self._order.rows(step)
-        is_pretext = self._plan.labeled_stream == PRETEXT
+        is_pretext = self._plan.stream == PRETEXT
         if is_pretext:  # one order of all rows; the unlabeled ones follow the labeled
             is_unlabeled = labeled >= len(labels)
             positions = positions[np.argsort(is_unlabeled, kind="stable")]
@@ -368,9 +506,7 @@ class MemoryBatches:
             torch.from_numpy(rows).to(labels.device, non_blocking=True)
             for rows in (labeled, unlabeled)
         )
-        generator = augment_generator(
-            self._config.seed, self._plan.labeled_stream, step
-        )
+        generator = augment_generator(self._config.seed, self._plan.stream, step)
         views = self._make_views(known, rest, torch.from_numpy(positions), generator)
         num_large = self._config.augment.large.num_views
         if is_pretext:

@@ -252,7 +252,7 @@ def pack(
         ConfigError: The rows are vectors and not images, or the directory holds other
             files or a pack of other rows or options.
     """
-    if rows.images.vectors(np.arange(0)) is not None:
+    if rows.vectors is not None:
         raise ConfigError(
             f"{rows.source}: vectors are not packed; shards are for images"
         )

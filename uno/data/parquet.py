@@ -24,8 +24,7 @@ from uno.data.columns import ROWS_AT_ONCE
 from uno.data.image_paths import ImagePaths
 from uno.data.images import Image, Images, InMemory, MissingImage
 from uno.data.other_formats import hint_of_files
-from uno.data.read_options import DEFAULT_OPTIONS, ReadOptions
-from uno.data.rows import SPLITS
+from uno.data.rows import DEFAULT_OPTIONS, SPLITS, ReadOptions
 from uno.errors import ConfigError, one_line
 from uno.limits import MAX_TABLE_BYTES
 from uno.text import plural

@@ -1,15 +1,16 @@
 """The rows of a data set: one id, image, label and split for each row.
 
-Every source is read into :class:`Rows`. Images stay encoded, and are read when they are
-needed.
+Every source is read into :class:`Rows`, in the way that :class:`ReadOptions` says.
+Images stay encoded, and are read when they are needed.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import copy
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
@@ -17,9 +18,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute
+from torch import Tensor
 
+from uno.config import DataConfig
 from uno.data.columns import fill_labels, rename_classes
-from uno.data.decode import BadImage, Header, map_images, read_header
+from uno.data.decode import BadImage, Header, map_images, ok_mask, read_header
+from uno.data.files import normalize_path
 from uno.data.images import Images, as_images, evenly_spaced
 from uno.errors import ConfigError, one_line
 from uno.limits import MAX_LABEL_LENGTH, MAX_ROWS
@@ -35,6 +39,58 @@ SPLITS = {
     "validation": "test",
 }
 """What sources call a split -> "train" or "test"."""
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """How a data source is read. A source ignores the options that it has no use for.
+
+    Attributes:
+        columns: Standard name of a column, such as "label" -> its name in the source. A
+            column that is not listed has its standard name.
+        image_folder: Folder or URI that image paths are relative to; None for the
+            folder of the table.
+        image_suffix: Ending that is added to image paths that lack it, such as '.jpg';
+            '' for none.
+        follow_links: Whether a link may lead out of the folder of the source.
+        images_only: Whether the rows are only to be predicted. Labels and splits are
+            then not read, every image of a folder is a row, and a row of a table
+            without an image path is an unreadable image.
+        download: Whether CIFAR may be downloaded.
+        imagenet_split: "A", "B" or "C", the 30 novel classes of the benchmark on
+            ImageNet; None to keep all classes, of which none is declared known.
+    """
+
+    columns: Mapping[str, str] = field(default_factory=dict)
+    image_folder: str | None = None
+    image_suffix: str = ""
+    follow_links: bool = False
+    images_only: bool = False
+    download: bool = False
+    imagenet_split: str | None = None
+
+    @classmethod
+    def of(cls, config: DataConfig, images_only: bool = False) -> ReadOptions:
+        """Return the options that a configuration asks for.
+
+        Args:
+            config: The section ``data`` of the configuration.
+            images_only: Whether the rows are only to be predicted, so that labels and
+                splits are not read.
+        """
+        folder = config.image_folder
+        return cls(
+            columns=config.named_columns,
+            image_folder=None if folder is None else normalize_path(folder),
+            image_suffix=config.image_suffix or "",
+            follow_links=config.follow_links,
+            images_only=images_only,
+            download=config.download,
+            imagenet_split=None if config.known_classes else config.imagenet_split,
+        )
+
+
+DEFAULT_OPTIONS = ReadOptions()
 
 
 class Headers(NamedTuple):
@@ -140,6 +196,18 @@ class Rows:
             is_train=self.is_train[index],
         )
 
+    def with_images(self, images: Images) -> Rows:
+        """Return the same rows with the same images in another form, such as decoded.
+
+        What was computed of the rows before, such as the fingerprint, stays known.
+
+        Args:
+            images: The images of the N rows.
+        """
+        rows = copy(self)
+        object.__setattr__(rows, "images", images)
+        return rows
+
     def with_composed_names(self) -> Rows:
         """Return the rows with class names in one Unicode normalization (NFC).
 
@@ -204,25 +272,41 @@ class Rows:
         return hashlib.sha256(times.tobytes()).hexdigest()
 
     @cached_property
+    def vectors(self) -> tuple[Tensor, list[str | None]] | None:
+        """The vectors float32 (N, V, D) of a source that has no images to encode.
+
+        Each row has V views, the evaluation view first. The second value has for each
+        row the reason why it has no usable vector, or None. A single None for a source
+        of images.
+        """
+        return self.images.vectors(np.arange(len(self)))
+
+    @property
+    def usable(self) -> np.ndarray | None:
+        """Which rows have a usable vector, bool (N,).
+
+        None for a source of images, of which nothing is known before they are decoded.
+        """
+        return None if self.vectors is None else ok_mask(self.vectors[1])
+
+    @cached_property
     def headers(self) -> Headers:
         """The headers of at most :data:`NUM_HEADERS` images, read at the first use.
 
         A source of vectors has no headers. Its sample has all rows, and those without a
         usable vector are the unreadable ones.
         """
-        vectors = self.images.vectors(np.arange(len(self)))
-        if vectors is not None:
-            reasons = {
-                row: why for row, why in enumerate(vectors[1]) if why is not None
-            }
+        if self.vectors is not None:
+            found = enumerate(self.vectors[1])
+            reasons = {row: reason for row, reason in found if reason is not None}
             return Headers([], reasons, len(self))
         sample = evenly_spaced(NUM_HEADERS, len(self))
         headers = Headers([], {}, len(sample))
-        for row, found in map_images(self.images, sample, read_header):
-            if isinstance(found, BadImage):
-                headers.reasons[row] = str(found)
+        for row, header in map_images(self.images, sample, read_header):
+            if isinstance(header, BadImage):
+                headers.reasons[row] = str(header)
             else:
-                headers.readable.append(found)
+                headers.readable.append(header)
         return headers
 
     @cached_property

@@ -66,7 +66,7 @@ class Plan:
         labeled_size: B_l, the number of labeled rows in a global batch.
         unlabeled_size: B_u, the number of unlabeled rows in a global batch.
         steps_per_epoch: The number of batches in an epoch.
-        labeled_stream: The random stream that orders the labeled rows and draws the
+        stream: The random stream that orders the labeled rows and draws the
             views. It distinguishes the phases.
     """
 
@@ -76,7 +76,7 @@ class Plan:
     labeled_size: int
     unlabeled_size: int
     steps_per_epoch: int
-    labeled_stream: int = LABELED
+    stream: int = LABELED
 
 
 def make_plan(
@@ -302,16 +302,16 @@ def by_windows(
     return np.lexsort((random.random(len(groups)), window[groups]))
 
 
-def augment_generator(seed: int, labeled_stream: int, step: int) -> torch.Generator:
+def augment_generator(seed: int, stream: int, step: int) -> torch.Generator:
     """Return the random generator that draws the views of one global batch.
 
     Args:
         seed: Seed of the run.
-        labeled_stream: The number that keeps the random numbers of a phase apart from
+        stream: The number that keeps the random numbers of a phase apart from
             those of other phases, see :class:`Plan`.
         step: Number of the batch, from 0.
     """
-    seeds = np.random.SeedSequence([seed, AUGMENT, labeled_stream, step])
+    seeds = np.random.SeedSequence([seed, AUGMENT, stream, step])
     return torch.Generator().manual_seed(int(seeds.generate_state(1, np.uint64)[0]))
 
 
@@ -377,7 +377,7 @@ class Order:
         plan, steps, workers = self._plan, self._plan.steps_per_epoch, self._world_size
         labeled, unlabeled = self._groups or (None, None)
         kinds = (
-            (plan.num_labeled, steps * plan.labeled_size, plan.labeled_stream, labeled),
+            (plan.num_labeled, steps * plan.labeled_size, plan.stream, labeled),
             (plan.num_unlabeled, steps * plan.unlabeled_size, UNLABELED, unlabeled),
         )
         orders = (

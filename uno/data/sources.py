@@ -37,8 +37,7 @@ from uno.data.files import FileEntry, children, join, valid_text
 from uno.data.images import EXTENSIONS, Files, InMemory, is_image
 from uno.data.label_files import with_label_file
 from uno.data.other_formats import fix_for, meaning_of, refuse_boxes
-from uno.data.read_options import DEFAULT_OPTIONS, ReadOptions
-from uno.data.rows import SPLITS, Rows
+from uno.data.rows import DEFAULT_OPTIONS, SPLITS, ReadOptions, Rows
 from uno.data.tables import read_parquet, read_table
 from uno.data.tar import read_tar
 from uno.errors import ConfigError, did_you_mean, one_line
@@ -84,10 +83,9 @@ class ImageListing:
 
     def __iter__(self) -> Iterator[FileEntry]:
         for file in filesystem.walk(self._root, self._follow_links):
-            suffix = _suffix(file.relative)
             if is_image(file.relative):
                 yield file
-            elif suffix in UNREAD:
+            elif (suffix := _suffix(file.relative)) in UNREAD:
                 self._example = self._example or valid_text(file.relative)
                 self._unread[suffix] += 1
             else:

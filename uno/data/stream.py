@@ -24,7 +24,6 @@ from torch import Tensor
 
 from uno.augment import augment_crops
 from uno.config import Config
-from uno.cpus import available_cpus
 from uno.crops import Cropper
 from uno.data.decode import (
     BATCHES_AHEAD,
@@ -41,6 +40,7 @@ from uno.data.sampling import Batch, Order, Plan, augment_generator
 from uno.data.splits import Task, train_rows, truth_rows
 from uno.data.unreadable import BadRows
 from uno.errors import ConfigError
+from uno.threads import available_cpus
 
 SYNC_STEPS = 100  # steps after which workers exchange which images are unreadable
 EVAL_BYTES = 64 * 2**20  # largest size of the decoded pixels of an evaluation batch
@@ -358,7 +358,7 @@ class StreamBatches:
                 labels[torch.from_numpy(chosen[: len(labels)])],
             )
         crops = self._job.cropper.split(pixels.to(train.device, non_blocking=True))
-        generator = augment_generator(config.seed, plan.labeled_stream, step)
+        generator = augment_generator(config.seed, plan.stream, step)
         data, size = config.data, plan.labeled_size + plan.unlabeled_size
         where = (
             data.mean,
@@ -498,7 +498,7 @@ class CropJob:
         self._steps_per_epoch = plan.steps_per_epoch
         num_rows, data = plan.labeled_size + plan.unlabeled_size, config.data
         how = config.augment, data.stored_size, Decoding.of(data)
-        self.cropper = Cropper(config.seed, plan.labeled_stream, num_rows, *how)
+        self.cropper = Cropper(config.seed, plan.stream, num_rows, *how)
         self.row_bytes = self.cropper.row_bytes
         self.chunk_rows = max(1, min(CHUNK_ROWS, CHUNK_BYTES // self.row_bytes))
         labeled, unlabeled = (

@@ -44,8 +44,7 @@ from uno.data.parquet import (
     plain_type,
     values_in,
 )
-from uno.data.read_options import DEFAULT_OPTIONS, ReadOptions
-from uno.data.rows import SPLITS, Rows
+from uno.data.rows import DEFAULT_OPTIONS, SPLITS, ReadOptions, Rows
 from uno.data.text_tables import TextTable, read_text_table
 from uno.errors import ConfigError, one_line
 from uno.limits import MAX_ROWS

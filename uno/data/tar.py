@@ -27,8 +27,7 @@ from uno.data.columns import has_label, joined
 from uno.data.files import FileEntry, is_uri, valid_text
 from uno.data.images import Image, Images
 from uno.data.labels import encode_labels
-from uno.data.read_options import DEFAULT_OPTIONS, ReadOptions
-from uno.data.rows import SPLITS, Rows
+from uno.data.rows import DEFAULT_OPTIONS, SPLITS, ReadOptions, Rows
 from uno.data.tar_index import ShardContent, index_shards, shown
 from uno.errors import ConfigError, one_line
 from uno.limits import MAX_IMAGE_BYTES

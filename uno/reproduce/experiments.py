@@ -337,6 +337,8 @@ def cells(
 ) -> tuple[list[Cell], dict[str, str]]:
     """Return all runs of a table of experiments: each row, data set and seed.
 
+    Rows that read the runs of another row (``of``) have none of their own.
+
     A configuration has these layers, and a later one wins: the preset, the data set,
     the settings that the authors of the row's method use for this data, the settings of
     the row for a frozen encoder, the changes of the command line, the row, and the

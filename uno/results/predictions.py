@@ -22,7 +22,6 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from uno.cpus import available_cpus
 from uno.data import output
 from uno.data.decode import (
     BATCHES_AHEAD,
@@ -37,6 +36,7 @@ from uno.data.rows import Rows
 from uno.errors import ConfigError, StorageError
 from uno.results.classes import OutputClass, hashes, prediction_labels
 from uno.results.infer import BATCH_BYTES, NUMBERS, Classifier, Scores
+from uno.threads import available_cpus
 
 FOLDER = "predictions"
 PART = f"{FOLDER}/part-{{:06d}}.parquet"

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from uno.config import Config
-from uno.cpus import available_cpus
 from uno.errors import ConfigError
 from uno.runs import NUMERICS
 from uno.runs.checkpoint import FORMAT_VERSION
+from uno.threads import available_cpus
 
 
 def describe_hardware(cuda: bool | None = None) -> str:

@@ -292,7 +292,7 @@ def _image_settings_of(encoder: Any, size: Any) -> dict[str, Any]:
 
 
 def default_preset(given: Mapping[str, Any]) -> str:
-    """Return the preset of the user's own data, if the user names none.
+    """Return the preset that applies if the user names none.
 
     Only the settings decide, never the files of this machine, so that a command means
     the same everywhere.

@@ -286,7 +286,7 @@ def load_features(
         raise ConfigError(
             "model.finetune none needs --weights, the weights of the frozen encoder"
         )
-    vectors = task.rows.images.vectors(np.arange(len(task.rows)))
+    vectors = task.rows.vectors
     if vectors is not None:  # the source holds the features themselves
         _warn_if_indistinct(
             vectors[0], vectors[1], "nothing separates the rows; check the vectors"

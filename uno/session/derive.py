@@ -15,7 +15,6 @@ import numpy as np
 
 from uno.config import OWN_ENCODERS, VECTORS, Config, flatten, override, to_dict
 from uno.data.check import MIN_ROWS_PER_CLUSTER
-from uno.data.decode import ok_mask
 from uno.data.embeddings import require_kind
 from uno.data.files import Storage
 from uno.data.sampling import largest_batch
@@ -244,11 +243,10 @@ def _derive_vector_length(
     Raises:
         ConfigError: Too many vectors are unusable.
     """
-    vectors = task.rows.images.vectors(np.arange(len(task.rows)))
-    if vectors is None:
+    rows, limit = task.rows, config.data.max_bad_fraction
+    if (vectors := rows.vectors) is None:
         return {}, ""
-    limit = config.data.max_bad_fraction
-    check_bad(task.rows.ids, vectors[1], limit, images=task.rows.images)
+    check_bad(rows.ids, vectors[1], limit, images=rows.images)
     return {"model.encoder": f"{VECTORS}:{vectors[0].shape[2]}"}, ""
 
 
@@ -433,8 +431,7 @@ def _derive_fitting_batch(
         ``train.batch_size`` by its key, and a line for the user. Both are empty if the
         batch size of ``config`` stays.
     """
-    vectors = task.rows.images.vectors(np.arange(len(task.rows)))
-    rows = train_rows(task, None if vectors is None else ok_mask(vectors[1]))
+    rows = train_rows(task, task.rows.usable)
     labeled, unlabeled = len(rows["labeled"]), len(rows["unlabeled"])
     most, workers = config.train.batch_size, config.compute.num_workers
     sampling = config.data.batch_sampling

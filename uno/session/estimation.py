@@ -3,10 +3,7 @@
 import time
 from collections.abc import Collection
 
-import numpy as np
-
 from uno.config import Config, override
-from uno.data.decode import ok_mask
 from uno.data.files import Storage
 from uno.data.splits import decide_setting, train_rows
 from uno.results.estimate import Estimate, Settings, require_enough_rows
@@ -50,8 +47,7 @@ def estimate_classes(
     backend = choose_backend(config) if backend is None else backend
     # The number is what we are after: 1 stands in for it and is never read.
     task = read_task(override(config, {"data.num_novel": 1}).data)
-    vectors = task.rows.images.vectors(np.arange(len(task.rows)))
-    readable = train_rows(task, None if vectors is None else ok_mask(vectors[1]))
+    readable = train_rows(task, task.rows.usable)
     num_known = len(readable["labels"].unique())
     # before anything is computed
     frozen = config.model.finetune == "none"
@@ -147,7 +143,7 @@ def _curve_lines(estimate: Estimate) -> list[str]:
     """Format a table with the scores of each number k of novel classes.
 
     The scores are F1, accuracy, and silhouette (CVI, cluster validity index). A last
-    line says how many clusters have more rows than each of several sizes.
+    line says how many clusters are larger than several shares of the largest one.
     """
     lines = ["", f"{'k':>4}  {'F1':>5}  {'ACC':>5}  {'CVI':>6}"]
     for k, f1, acc, cvi in zip(

@@ -8,7 +8,7 @@ import json
 import re
 import shlex
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -17,12 +17,14 @@ from typing import Any
 import pyarrow.compute as pc
 
 import uno.runs.run as training
-from uno.config import Config, override
+from uno.config import Config, flatten, override, to_dict
+from uno.data import features
 from uno.data.files import Storage
 from uno.data.unreadable import BAD_SAMPLES
 from uno.encoders.build import require_encoder
 from uno.errors import ConfigError, StorageError
 from uno.methods import load
+from uno.presets import is_custom_data, preset
 from uno.report.report import open_task, write_report
 from uno.results import predictions
 from uno.results.accuracy_table import format_table
@@ -31,7 +33,7 @@ from uno.results.classes import (
     OutputClass,
     hashes,
 )
-from uno.results.export import CARD_FILE, FORMATS, export, model_card
+from uno.results.export import CARD_FILE, FORMATS, export, model_card, origin
 from uno.results.infer import Classifier, load_classifier, model_folder, save_model
 from uno.results.predictions import read_columns
 from uno.results.show import format_counts
@@ -53,10 +55,15 @@ from uno.session.prepare import (
 )
 from uno.session.resources import trains_on_features
 from uno.session.run import Backend, Run
-from uno.session.summary import describe_run
 from uno.text import plural
 
 CLASSES_FILE = "model/classes.json"
+TRAINED = {
+    "full": "fully trained",
+    "last_stage": "last stage trained",
+    "none": "frozen",
+}
+"""Values of ``model.finetune``, for the console."""
 
 
 def discover(
@@ -360,6 +367,45 @@ def _begin_directory(run: Run) -> None:
             storage.write(name, content)
     for line in describe_run(run.config, run.phases):
         print_line(line)
+
+
+def describe_run(config: Config, phases: tuple[str, ...]) -> Iterator[str]:
+    """Describe on which encoder and for how long a run will train.
+
+    Args:
+        config: The configuration of the run.
+        phases: The names of the phases that will be trained.
+
+    Yields:
+        Lines for the console: the encoder with its weights, the epochs of each phase,
+        and a hint if no pretrained weights are used.
+    """
+    model = config.model
+    size = "vectors" if model.takes_vectors else f"{features.side(config)} px"
+    yield (
+        f"model: {model.encoder}, {TRAINED[model.finetune]}, {size};"
+        f" weights: {origin(model)}"
+    )
+    epochs = ", ".join(
+        f"{plural(num, 'epoch')} of {name}"
+        for name in phases
+        if (num := getattr(config, name).epochs)
+    )
+    if not epochs:
+        steps = f"; method {config.method} trains nothing"
+    elif model.takes_vectors:
+        steps = f", {epochs} on vectors with noise, or with given views"
+    elif trains_on_features(config) and (views := config.augment.num_cached_views):
+        steps = f", {epochs} on {views} cached views per image"
+    else:
+        steps = f", {epochs}"
+    yield f"training: preset {config.preset}{steps}"
+    if model.weights is None and is_custom_data(flatten(to_dict(config))):
+        name = preset("photos").model.encoder
+        yield (
+            "hint: no pretrained weights; for better results --weights pretrained"
+            f" ({name}, preset photos)"
+        )
 
 
 def _train_and_evaluate(run: Run, also: Show = lambda line: None) -> dict[str, float]:

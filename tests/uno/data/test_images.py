@@ -16,9 +16,8 @@ from uno.data.images import (
     from_columns,
     spread,
     to_columns,
-    with_ready,
 )
-from uno.data.row_blocks import RowBlocks
+from uno.data.memory import DecodedImages, RowBlocks
 
 from .builders import encoded, pixels
 
@@ -170,7 +169,7 @@ def test_what_is_ready_is_not_decoded_again():
     """
     values, reasons = torch.arange(12.0).view(4, 3), [None, "broken", None, None]
     turned = InMemory([b"a", b"b", b"c", b"d"]).take(np.array([3, 2, 1, 0]))
-    images = with_ready(turned, RowBlocks([values]), reasons)
+    images = DecodedImages.of(turned, RowBlocks([values]), reasons)
     some = images.take(np.array([2, 1]))
     found, why = some.prepared(np.array([1, 0]))
     assert found.equal(values[[1, 2]]) and why == ["broken", None]

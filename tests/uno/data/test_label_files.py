@@ -109,6 +109,7 @@ def test_an_image_in_several_classes_has_no_label_and_is_named(tmp_path):
         ("x.json", [{"annotations": 3, "data": {"image": "a.png"}}], "damaged"),
         ("x.json", [task({"text": "hello"}, submitted("owl"))], "no image"),
         ("x.json", [task("a.png")], "no label of a person"),
+        ("x.json", [task("a.png", submitted("owl", "jay"))], "in several classes"),
         (
             "x.json",
             [

@@ -14,13 +14,13 @@ from uno.config import DataConfig, override
 from uno.data.columns import make_labels
 from uno.data.memory import (
     MemoryBatches,
+    RowBlocks,
     TrainSet,
     assemble,
     eval_sets,
     keep_pixels,
     train_set,
 )
-from uno.data.row_blocks import RowBlocks
 from uno.data.sources import read_digits
 from uno.data.splits import make_task
 from uno.errors import ConfigError

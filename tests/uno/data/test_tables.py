@@ -23,7 +23,7 @@ from uno.data import parquet, tables, text_tables
 from uno.data.decode import decode, decode_many
 from uno.data.images import Files
 from uno.data.parquet import ParquetImages
-from uno.data.read_options import ReadOptions
+from uno.data.rows import ReadOptions
 from uno.data.sources import read_rows
 from uno.data.tables import read_parquet, read_table
 from uno.data.unreadable import check_bad

@@ -20,7 +20,7 @@ from uno.data.check import check
 from uno.data.decode import decode_many
 from uno.data.files import Storage
 from uno.data.pack import pack, store_local
-from uno.data.read_options import ReadOptions
+from uno.data.rows import ReadOptions
 from uno.data.sources import read_rows, recognize
 from uno.data.splits import labeled_rows, make_task
 from uno.data.tar import read_tar

@@ -10,8 +10,8 @@ import torch
 from PIL import Image as Pillow
 
 from tests.uno.report.runs import hostile_task, small_config, write_run
-from uno.data.images import InMemory, with_ready
-from uno.data.row_blocks import RowBlocks
+from uno.data.images import InMemory
+from uno.data.memory import DecodedImages, RowBlocks
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
 from uno.report import charts, checks, facts, page, pictures
@@ -327,7 +327,7 @@ def test_pictures_are_those_of_the_source(tmp_path):
     """Kills: tiles of the pixels that a small run keeps, where the files hold more."""
     large = np.random.default_rng(0).integers(0, 255, (2, 300, 200, 3), dtype=np.uint8)
     chosen = InMemory(large).take(np.array([1, 0]))
-    images = with_ready(
+    images = DecodedImages.of(
         chosen, RowBlocks([torch.zeros(2, 3, 8, 8)]), [None, None]
     ).take(np.array([1]))
     assert (

@@ -24,8 +24,7 @@ from tests.uno.models import (
 from uno.config import Config, override
 from uno.data import decode as decoding
 from uno.data.files import Storage
-from uno.data.images import with_ready
-from uno.data.row_blocks import RowBlocks
+from uno.data.memory import DecodedImages, RowBlocks
 from uno.data.rows import Rows
 from uno.data.sources import read_digits, read_images, read_rows
 from uno.errors import ConfigError, StorageError
@@ -264,7 +263,7 @@ def test_every_digit_and_every_damaged_file_has_a_row(tmp_path, model):
     rows = read_images(str(tmp_path / "in"))
     pixels, reasons = decoding.decode_many(rows.images, model.size)
     rows = replace(
-        rows, images=with_ready(rows.images, RowBlocks(pixels.split(7)), reasons)
+        rows, images=DecodedImages.of(rows.images, RowBlocks(pixels.split(7)), reasons)
     )
     assert predict_all(model, rows, tmp_path / "again", embedding=True).equals(table)
 

@@ -1,6 +1,5 @@
 """Each logger's record of a run, read back; one that fails stops nothing."""
 
-import json
 import tempfile
 
 import pytest
@@ -12,7 +11,6 @@ from uno.config import override
 from uno.data.files import Storage
 from uno.errors import ConfigError
 from uno.presets import preset
-from uno.runs.journal import read_journal
 from uno.session import loggers, pipeline
 from uno.session.backend import LocalBackend
 from uno.session.loggers import Loggers, require_loggers
@@ -234,54 +232,6 @@ def test_a_run_reports_to_its_loggers(tmp_path, monkeypatch):
         False,
     ]
     assert not (tmp_path / "run" / "tensorboard").exists()
-
-
-def test_every_tool_has_the_same_run(tmp_path, monkeypatch, wandb_runs):
-    """A run's losses and results, by MLflow's client, TensorBoard's reader, in W&B's
-    run and as JSON.
-    """
-    mlflow = pytest.importorskip("mlflow")
-    reader = pytest.importorskip(
-        "tensorboard.backend.event_processing.event_accumulator"
-    )
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    storage = Storage(str(tmp_path / "run"))
-    pipeline.discover(
-        small_config(
-            output=storage.root,
-            train__report_to="tensorboard,wandb,mlflow,jsonl",
-            compute__threads=1,
-        ),
-        {},
-        report=False,
-    )
-    told = [
-        each
-        for each in read_journal(storage)
-        if each["phase"] == "discover" and "loss" in each
-    ]
-    expected = [(each["step"], pytest.approx(each["loss"])) for each in told]
-    result = json.loads(storage.read("metrics.json"))["train/novel/task_aware/acc/avg"]
-    assert len(expected) > 3
-    client = mlflow.MlflowClient()
-    (run,) = client.search_runs([client.get_experiment_by_name("uno").experiment_id])
-    assert (
-        sorted(  # MLflow sends them by several threads, so in any order
-            (m.step, m.value)
-            for m in client.get_metric_history(run.info.run_id, "discover/loss")
-        )
-        == expected
-    )
-    assert run.data.metrics["results/train/novel/task_aware/acc/avg"] == pytest.approx(
-        result
-    )
-    board = reader.EventAccumulator(storage.path("tensorboard/discover")).Reload()
-    assert [(each.step, each.value) for each in board.Scalars("loss")] == expected
-    ((_, rows, summary),) = wandb_runs
-    lines = [row for row in rows if "discover/loss" in row]
-    assert [(row["discover/step"], row["discover/loss"]) for row in lines] == expected
-    assert summary["results/train/novel/task_aware/acc/avg"] == pytest.approx(result)
 
 
 def test_what_is_not_there_is_refused_first(monkeypatch):
