@@ -83,7 +83,7 @@ test-formats:
 	test -x $(FORMATS_PYTHON) || $(PYTHON) -m venv $(FORMATS)
 	$(FORMATS_PYTHON) -c 'import anndata, datasets, fiftyone, label_studio_sdk, polars, pytest' 2> /dev/null || \
 	  $(FORMATS_PYTHON) -m pip install --quiet -e '.[h5ad]' 'pytest>=8' 'pytest-timeout>=2.3' 'anndata>=0.12' \
-	  'datasets>=4' 'fiftyone>=1.11' 'label-studio-sdk>=2' 'polars>=1'
+	  'datasets>=4' 'fiftyone>=1.11' 'label-studio-sdk>=2.1' 'polars>=1'
 	OMP_NUM_THREADS=1 FIFTYONE_DO_NOT_TRACK=true $(FORMATS_PYTHON) -m pytest --timeout 900 -m formats tests/formats
 
 bench: $(STAMP)
