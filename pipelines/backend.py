@@ -50,9 +50,19 @@ class RayBackend(LocalBackend):
             os.environ[ray_env.ADDRESS] = address
 
     def free_memory(self, config: Config) -> FreeMemory:
-        """Return the free memory in bytes of the nodes on which a run's workers start.
+        """Return the free memory in bytes of the machines on which workers would run.
 
-        See :func:`pipelines.nodes.free_memory`.
+        On a running cluster this waits for nodes for the workers, and tasks of Ray
+        measure them, see :func:`pipelines.nodes.free_memory`.
+
+        Args:
+            config: The configuration of the run.
+
+        Returns:
+            ``host``, the least free main memory; ``device``, the least free GPU memory
+            for a worker; ``store``, the size of the smallest object store of a running
+            cluster; and ``driver``, the free main memory of this machine if the others
+            are of nodes. A value that does not apply is None.
         """
         return nodes.free_memory(config)
 
@@ -60,8 +70,9 @@ class RayBackend(LocalBackend):
         """Train and evaluate a run with Ray Data and Ray Train.
 
         Args:
-            run: The run, whose directory is locked.
-            show: Takes each line of metrics.
+            run: The run, whose directory is locked. ``run.phases`` are trained from
+                their newest checkpoints; without phases the run is only evaluated.
+            show: Takes each line of training metrics, values by name.
 
         Returns:
             The metrics of the evaluation by name; empty if ``run.evaluate`` is False.
@@ -75,34 +86,38 @@ class RayBackend(LocalBackend):
         read, this process for few images or for images that it already has in memory.
 
         Args:
-            task: The rows of the run.
+            task: All rows of the run, with their images.
 
         Returns:
-            A local backend if there are fewer than ``RAY_PAYS_ROWS`` rows, or if this
-            process already has the features of the rows. If it already has their
-            decoded images, this backend is returned only if the cluster runs already.
-            If it has neither, this backend is returned.
+            A local backend if there are fewer than 20,000 rows, or if this process
+            already has the features of the rows. If it already has their decoded
+            images, this Ray backend is returned only if the cluster runs already, and a
+            local one otherwise. If it has neither, this Ray backend is returned.
         """
         ready = task.rows.images.prepared(np.arange(0))
         is_left = ready is None or (ready[0].ndim > 2 and self.is_cluster())
         return self if is_left and len(task.rows) >= RAY_PAYS_ROWS else LocalBackend()
 
     def is_cluster(self) -> bool:
-        """Return whether there is a Ray cluster that this command has not started."""
+        """Return whether a Ray cluster runs that this command has not started.
+
+        It is the cluster at ``RAY_ADDRESS``, or one that ``ray start`` has started on
+        this machine.
+        """
         return ray_env.cluster_address() is not None
 
     def decoder(self, run: Run, model: Classifier) -> Decode:
         """Return the function that reads rows of a run in the form that a model takes.
 
-        The form is decoded images, or features of the model's encoder. On a cluster
-        that runs already, its workers compute features, because this machine may be
-        small. In all other cases the function works in this process: if Ray was started
-        here, if the features are in memory already, or if the model is that of an
-        unfinished run.
+        If a cluster runs already, its workers compute features of the images with the
+        model's encoder, because this machine may be small. In all other cases the
+        function works in this process, and returns decoded images or the features that
+        are in memory. These cases are: Ray was started by this command, features are in
+        memory, or the model is that of an unfinished run.
 
         Args:
-            run: The run.
-            model: The model.
+            run: The run, with its rows and images.
+            model: The classifier, which decides the size of the images.
 
         Returns:
             A function from batches of row numbers to pixels or features, see
@@ -128,13 +143,14 @@ class RayBackend(LocalBackend):
         Args:
             run: The run of the model.
             model: The model. It is not used, because the actors load it.
-            writer: Has the rows to classify, and writes the predictions of each
-                partition of rows. Partitions that are written already are not computed
-                again.
-            show: Takes the number of finished rows and of all rows.
+            writer: Has the rows to classify, and writes a Parquet file of predictions
+                for each partition of rows. Partitions that are written already are not
+                computed again.
+            show: Is called with the number of finished rows and the number of all rows.
 
         Returns:
-            The summary of all predictions.
+            The path of the predictions, and the numbers of all, readable and unreadable
+            rows.
         """
         config, files = run.config, read_model_files(run.storage)
         with ray_env.connect(workers=config.compute.num_workers) as ray:
@@ -144,14 +160,18 @@ class RayBackend(LocalBackend):
     def encoding(
         self, config: Config, should_stop: Callable[[], bool]
     ) -> Iterator[Compute]:
-        """Connect to Ray, and yield the function that encodes rows on its workers.
+        """Connect to Ray, and yield a function that encodes rows on its workers.
 
         Args:
-            config: The configuration of the run.
-            should_stop: Returns whether to stop waiting for nodes.
+            config: The configuration of the run, with the number of workers.
+            should_stop: Returns whether the user has asked to stop. The function asks
+                it while it waits for nodes.
 
         Yields:
-            A function from a job, an encoder and row numbers to chunks of features.
+            A function that computes features with a frozen encoder. It takes a
+            :class:`~uno.data.features.FeatureJob` (all rows, and how to encode them),
+            the encoder, and row numbers int64 (n,); and yields the features in chunks,
+            see :func:`pipelines.features.compute_on_ray`.
         """
         with ray_env.connect(workers=config.compute.num_workers) as ray:
             yield partial(compute_on_ray, ray, give_up=should_stop)
@@ -160,14 +180,16 @@ class RayBackend(LocalBackend):
         """Estimate the number of novel classes, with several tasks of Ray at once.
 
         Args:
-            run: The run whose rows are clustered.
-            settings: The settings of the estimate.
+            run: The run with the labeled and unlabeled rows. The estimate is stored in
+                its directory.
+            settings: The parameters of the estimate, such as the largest number to try.
 
         Returns:
             The estimated number, with its interval.
 
         Raises:
-            ConfigError: The images do not fit into the memory of this machine.
+            ConfigError: The images do not fit into the memory of this machine, or no
+                node had a place for a task in time.
         """
         config = run.config
         check_driver_memory(config, len(run.task.rows))
@@ -192,12 +214,15 @@ class RayBackend(LocalBackend):
 def check_driver_memory(config: Config, num_rows: int) -> None:
     """Check that this process can hold all images of a run and send them to workers.
 
+    They take memory twice: in this process, and in Ray's object store on this machine.
+
     Args:
-        config: The configuration of the run.
+        config: The configuration of the run. With a frozen encoder, the features count
+            instead of the images.
         num_rows: The number of images.
 
     Raises:
-        ConfigError: The images, or their features, do not fit into free memory twice.
+        ConfigError: Two copies do not fit into the free main memory of this machine.
     """
     # One copy is in this process, and one in Ray's object store.
     needed = 2 * num_rows * resources.row_bytes(config)
@@ -225,17 +250,21 @@ def ray_tasks(
         workers: The largest number of tasks at once.
         request: The resources of a task (``num_cpus``, ``num_gpus``).
         function: Is called in each task as ``function(*shared, item)``.
-        shared: Arguments that are sent to each node once.
-        items: The items.
-        give_up: Returns whether to cancel all tasks and return.
+        shared: Arguments that all tasks have in common. They are sent to each node
+            once.
+        items: The items, one for each task.
+        give_up: Returns whether to stop. Then running tasks are cancelled, no further
+            ones are started, and nothing more is yielded.
 
     Yields:
-        The position of an item and the result, in the order in which tasks end.
+        The position of an item in ``items`` and the result of its task, in the order in
+        which tasks end.
 
     Raises:
         Exception: The error that the function raised, as it is. Other tasks are
             cancelled.
-        Interrupted: A task was lost again and again.
+        Interrupted: Ray lost a task and could not run it again, for example because its
+            process is killed every time.
     """
     stored = ray.put(shared)
     remote = ray.remote(**request)(lambda shared, item: function(*shared, item))

@@ -61,12 +61,12 @@ class CellProcess(NamedTuple):
 
 
 class Attempts(NamedTuple):
-    """All attempts to run one job, from ``attempts.jsonl``.
+    """The outcome of all attempts to run one job, from ``attempts.jsonl``.
 
     Attributes:
         seconds: The seconds of all attempts together.
         code: The exit code of the last attempt.
-        reason: The last line that the last attempt wrote; "" if it did not fail.
+        reason: The last line that the last attempt wrote; "" if its exit code is 0.
     """
 
     seconds: float = 0.0
@@ -75,18 +75,26 @@ class Attempts(NamedTuple):
 
     @property
     def failed(self) -> bool:
-        """Whether the last attempt ended with an error. An interruption is no error."""
+        """Whether the last attempt to run the job ended with an error.
+
+        An interrupted job has not failed. Its exit code is 75, 130, or that of SIGTERM,
+        SIGINT or SIGKILL.
+        """
         return self.code != 0 and self.code not in UNFINISHED
 
 
 def read_attempts(output: Path) -> dict[str, Attempts]:
-    """Return the attempts of every job of ``uno reproduce`` that was started before.
+    """Return the outcome of every job that ``uno reproduce`` has attempted before.
+
+    A job that was not started, because the job that it needs failed, has an attempt of
+    0 seconds with the exit code of that job.
 
     Args:
-        output: The output directory, with ``attempts.jsonl``.
+        output: The output directory of the command, with ``attempts.jsonl``.
 
     Returns:
-        The attempts by the name of the job.
+        For each job, by its name: the seconds of all its attempts together, and the
+        exit code and the last line of the last attempt.
     """
     found: dict[str, Attempts] = {}
     for entry in read_journal(Storage(str(output)), ATTEMPTS):
@@ -96,11 +104,17 @@ def read_attempts(output: Path) -> dict[str, Attempts]:
 
 
 def start_local(command: list[str], log: Path) -> subprocess.Popen[bytes]:
-    """Start a process on this machine that ends when this process ends.
+    """Start a process on this machine, which is told to end when this process ends.
+
+    The command must watch the environment variable ``UNO_PARENT``, the id of this
+    process, as :func:`end_with_parent` does.
 
     Args:
         command: The command of the process, as words.
         log: The file to which its output is appended.
+
+    Returns:
+        The process, which runs.
     """
     # In a new session Ctrl-C reaches only the driver, which forwards it.
     with log.open("ab") as file:
@@ -137,8 +151,8 @@ class RayProcess:
     def poll(self) -> int | None:
         """Return the exit code of the process, or None while it runs.
 
-        A process on a node that is lost is started again, at most three times. Then it
-        counts as interrupted.
+        If its node is lost, Ray starts the process again, at most three times. After
+        that the exit code is 75, that of an interruption.
         """
         if not self._ray.wait([self._code], timeout=0)[0]:
             return None
@@ -149,20 +163,24 @@ class RayProcess:
             return Interrupted.exit_code
 
     def terminate(self) -> None:
-        """Ask the process to save and end, by a file in the shared output directory.
+        """Ask the process to save a checkpoint and end, by creating a file.
 
-        A file is used because Ray may lose an interrupt.
+        The task of Ray that runs the process looks for this file in the output
+        directory, which all nodes share. A file is used because Ray may lose an
+        interrupt.
         """
         self._stop.touch()
 
 
 def run_cell(command: list[str], log: Path, stop: Path) -> int:
-    """Run a command in a task of Ray, until it ends or a stop file appears.
+    """Run a command as a process, inside a task of Ray, until the process ends.
+
+    If the stop file appears, the process gets SIGTERM, and its end is waited for.
 
     Args:
         command: The command of the process, as words.
         log: The file to which its output is appended.
-        stop: The file whose existence asks the process to save and end.
+        stop: The file whose existence asks the process to save a checkpoint and end.
 
     Returns:
         The exit code of the process.
@@ -184,22 +202,24 @@ Start = Callable[[list[str], Path], Process]
 def run_jobs(
     jobs: Sequence[CellProcess], output: Path, start: Start, capacity: int
 ) -> Iterator[tuple[CellProcess, Attempts]]:
-    """Run jobs as processes, each as soon as the job that it needs has ended.
-
-    If a job fails, the jobs that need it fail, too.
+    """Run jobs as processes, each after the job that it needs has succeeded.
 
     Args:
-        jobs: The jobs: pretrainings, feature caches and cells.
-        output: The output directory.
-        start: Starts a command as a process.
+        jobs: The jobs: pretrainings, feature caches and cells (training runs).
+        output: The output directory. The configuration and the log of each job, and the
+            attempts in ``attempts.jsonl``, are written there.
+        start: Starts a command as a process. It takes the words of the command, and the
+            log file.
         capacity: The largest number of processes at once.
 
     Yields:
-        Every job that ended, with its attempt. A job that needs a failed one fails
-        without a start.
+        Every job that ended, with the seconds, exit code and last line of this attempt.
+        If a job ends with an exit code other than 0, the jobs that need it are not
+        started, and are yielded with the same exit code.
 
     Raises:
-        Interrupted: This process got SIGTERM or SIGINT. All jobs have saved and ended.
+        Interrupted: This process got SIGTERM, SIGINT or SIGHUP. All running jobs were
+            asked to save and end, have ended, and were yielded.
     """
     stopping, running = threading.Event(), list[tuple[CellProcess, Process, float]]()
     waiting, ahead = list(jobs), {job.name for job in jobs}
@@ -240,10 +260,12 @@ def cell_command(output: Path, job: CellProcess) -> tuple[list[str], Path]:
 
     Args:
         output: The output directory.
-        job: The job.
+        job: The job. Its name is ``KIND/NAME``, the path of its run directory in the
+            output directory. The configuration is written to ``KIND/NAME.yaml``.
 
     Returns:
-        The words of the command, and the path of its log file.
+        The words of the command, ``python -m pipelines.cells KIND --config FILE
+        --output DIR``; and the path of its log file, ``KIND/NAME.log``.
     """
     run = output / job.name
     Storage(str(run.parent)).write(f"{run.name}.yaml", dump_yaml(job.config).encode())
@@ -269,7 +291,8 @@ def _collect_ended(
             ``time.monotonic()``. Ended jobs are removed.
 
     Yields:
-        Every job that has ended, with its attempt.
+        Every job that has ended, with the seconds, exit code and last line of this
+        attempt.
     """
     for job, process, since in list(running):
         if (code := process.poll()) is not None:
@@ -286,7 +309,7 @@ def note(output: Storage, name: str, attempt: Attempts) -> None:
     Args:
         output: The output directory.
         name: The name of the job.
-        attempt: The attempt.
+        attempt: The seconds, exit code and last line of this attempt.
     """
     entry = {"job": name, **attempt._asdict(), "seconds": round(attempt.seconds, 2)}
     output.append(ATTEMPTS, (json.dumps(entry) + "\n").encode())
@@ -311,12 +334,15 @@ def last_line(log: Path) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one job of ``uno reproduce`` in this process, and return the exit code.
+    """Run one job of ``uno reproduce`` in this process, and return the exit code 0.
+
+    A thread sends SIGTERM to this process when the process that started it is gone.
 
     Args:
         argv: ``KIND --config FILE --output DIR``. The kind ``features`` fills the cache
-            of features, ``pretrain`` trains the encoder and the known head, and
-            ``cells`` does a whole run without predictions and report.
+            of a frozen encoder's features, ``pretrain`` trains the encoder and the
+            known head, and ``cells`` trains and evaluates a whole run, without
+            predictions and report.
     """
     threading.Thread(target=end_with_parent, daemon=True).start()
     kind, *rest = argv

@@ -56,9 +56,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``uno ARGV...`` and return its exit code.
 
     Args:
-        argv: The name of a command and its arguments. None means the arguments of this
-            process; the process is then expected to end afterwards, because Ctrl-C is
-            ignored from then on.
+        argv: The name of a command and its arguments, or ``--help`` or ``--version``.
+            None means the arguments of this process; the process is then expected to
+            end afterwards, because Ctrl-C is ignored from then on.
+
+    Returns:
+        The exit code, see :func:`run_guarded`.
     """
     return run_guarded(_dispatch, argv) if argv is not None else run(_dispatch)
 
@@ -66,10 +69,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(command: Command) -> int:
     """Run a command with the arguments of this process, and return its exit code.
 
-    The process is expected to end afterwards: Ctrl-C is ignored from then on.
+    Errors are handled as by :func:`run_guarded`. The process is expected to end
+    afterwards: Ctrl-C is ignored from then on.
 
     Args:
-        command: Takes the arguments and returns an exit code.
+        command: Takes the arguments (``sys.argv`` without the program) and returns an
+            exit code.
     """
     code = run_guarded(command, sys.argv[1:])
     # At its exit Python would answer Ctrl-C with a traceback.
@@ -78,13 +83,20 @@ def run(command: Command) -> int:
 
 
 def run_guarded(command: Command, argv: Sequence[str]) -> int:
-    """Run a command and return its exit code.
+    """Run a command and return its exit code, also if it raises an error.
 
-    An error becomes one line on stderr, and never a traceback.
+    An error or Ctrl-C becomes one line on stderr, and never a traceback. Characters
+    that stdout or stderr cannot encode are printed as escapes.
 
     Args:
         command: Takes the arguments and returns an exit code.
         argv: The arguments.
+
+    Returns:
+        The exit code of the command, usually 0. After a :class:`~uno.errors.UnoError`
+        its ``exit_code``, such as 2 for a ConfigError and 75 for Interrupted; 130 after
+        Ctrl-C; 141 if the reader of the output is gone; 1 after an unexpected error, a
+        defect of this program.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the shell: `uno ... >&-`
@@ -114,13 +126,16 @@ def _escaped_output() -> Iterator[None]:
 
 
 def _run_guarded(command: Command, argv: Sequence[str]) -> int:
-    """Run a command and return its exit code, or that of the error that it raises.
+    """Run a command and return its exit code, also if it raises an error.
 
-    An error is printed as one line on stderr.
+    An error or Ctrl-C is printed as one line on stderr.
 
     Args:
         command: Takes the arguments and returns an exit code.
         argv: The arguments.
+
+    Returns:
+        The exit code of the command or of its error, see :func:`run_guarded`.
     """
     # Requests ignores this, too, but where threads import other packages its filter may
     # be gone by then.
@@ -161,10 +176,12 @@ def _dispatch(argv: Sequence[str]) -> int:
     """Run the command that the first argument names, or print the help or the version.
 
     Args:
-        argv: The arguments of ``uno``.
+        argv: The arguments of ``uno``: the name of a command and the arguments for it,
+            ``--help`` or ``--version``.
 
     Returns:
-        The exit code.
+        The exit code of the command; 0 after ``--help`` or ``--version``; 2 for an
+        unknown command, with an error line, and without arguments, with the help.
     """
     commands = {entry.name: entry for entry in entry_points(group="uno.commands")}
     name, *rest = argv or ["--help"]
@@ -184,10 +201,11 @@ def _dispatch(argv: Sequence[str]) -> int:
 
 
 def _help_text(commands: dict[str, EntryPoint]) -> str:
-    """Return the text of ``uno --help``.
+    """Return the text of ``uno --help``, which has a line for each installed command.
 
     Args:
-        commands: The installed commands by name.
+        commands: The entry points of the installed commands, by the name of the
+            command. Commands of other packages have a line without a sentence.
     """
     names = [
         *(n for n in SENTENCES if n in commands),
@@ -208,6 +226,8 @@ uno COMMAND --help lists a command's options; uno --version prints the version."
 
 def _print_message(line: str, code: int) -> int:
     """Print a message as one line on stderr, and return the given exit code.
+
+    The line begins with ``uno:``. Line breaks in the message become blanks.
 
     Args:
         line: The message.

@@ -234,13 +234,14 @@ DOCTOR = Command(
 
 
 def demo(argv: Sequence[str]) -> int:
-    """Pretrain, discover and report on the packaged digits, with two Ray workers.
+    """Run ``uno discover`` on the packaged digits, by default with two Ray workers.
 
     Args:
-        argv: The arguments after ``uno demo``.
+        argv: The arguments after ``uno demo``. ``--workers`` among them replaces the
+            number of workers.
 
     Returns:
-        The exit code.
+        The exit code 0. A problem raises an error.
     """
     return discover(["--workers", "2", *argv], DEMO)
 
@@ -251,20 +252,26 @@ def discover(
     last: str = "discover",
     ranks: TorchrunBackend | None = None,
 ) -> int:
-    """Pretrain unless weights are given, discover, evaluate and report.
+    """Train a run, evaluate it, and write its model, predictions, metrics and report.
 
-    With ``--explain`` the configuration is only printed, and with ``--dry-run`` each
-    phase is only tried.
+    It is pretrained first, unless weights are given. The same command resumes an
+    interrupted run. ``--explain`` only prints every value of the configuration and
+    where it comes from. ``--dry-run`` checks the data, takes one step of each phase,
+    and keeps nothing. If torchrun has started this process, rank 0 runs the command and
+    the other ranks follow it.
 
     Args:
         argv: The arguments after the name of the command.
-        command: The command with its options: ``discover``, ``pretrain`` or ``demo``.
-        last: The last phase to train, "pretrain" or "discover".
-        ranks: The ranks of torchrun, if this process is rank 0 of them; None for any
-            other process.
+        command: The declaration of the command with its options: that of ``discover``,
+            ``pretrain`` or ``demo``.
+        last: The last phase to train, "pretrain" or "discover". After "pretrain"
+            nothing is evaluated, and only checkpoints are written.
+        ranks: All ranks of torchrun, given only when rank 0 calls this function again
+            to lead them; None otherwise.
 
     Returns:
-        The exit code.
+        The exit code 0. A problem raises an error; but a rank of torchrun that fails
+        after another one returns the exit code of its error.
     """
     if ranks is None and is_torchrun_rank():
         from uno.session.ranks import TorchrunBackend
@@ -302,7 +309,7 @@ def pretrain(argv: Sequence[str]) -> int:
         argv: The arguments after ``uno pretrain``.
 
     Returns:
-        The exit code.
+        The exit code 0. A problem raises an error.
     """
     return discover(argv, PRETRAIN, "pretrain")
 
@@ -310,11 +317,13 @@ def pretrain(argv: Sequence[str]) -> int:
 def evaluate(argv: Sequence[str]) -> int:
     """Compute the metrics of a finished run anew, and write its ``metrics.json``.
 
+    The metrics are printed, too. The HTML report is written again if they have changed.
+
     Args:
-        argv: The arguments after ``uno evaluate``.
+        argv: The arguments after ``uno evaluate``: the run directory and options.
 
     Returns:
-        The exit code.
+        The exit code 0. A problem raises an error.
     """
     options = parse(argv, EVALUATE)
     from uno.session import pipeline
@@ -324,13 +333,17 @@ def evaluate(argv: Sequence[str]) -> int:
 
 
 def predict(argv: Sequence[str]) -> int:
-    """Predict a class for every image of a source, and print where the table is.
+    """Predict a class for every image of a source, and print where the predictions are.
+
+    They are Parquet files in the folder ``predictions/`` of ``--output``, with one row
+    for each image. Without ``--data`` the images are those that the run was trained on,
+    and the folder is in the run directory.
 
     Args:
-        argv: The arguments after ``uno predict``.
+        argv: The arguments after ``uno predict``: the run directory and options.
 
     Returns:
-        The exit code.
+        The exit code 0. A problem raises an error.
     """
     options = parse(argv, PREDICT)
     if "output" in (given := options.overrides):
@@ -343,13 +356,13 @@ def predict(argv: Sequence[str]) -> int:
 
 
 def report(argv: Sequence[str]) -> int:
-    """Write the HTML report of a run, and print its path.
+    """Write the HTML report of a run, finished or not, and print its path.
 
     Args:
-        argv: The arguments after ``uno report``.
+        argv: The arguments after ``uno report``: the run directory and options.
 
     Returns:
-        The exit code.
+        The exit code 0. A problem raises an error.
     """
     options = parse(argv, REPORT)
     from uno.session import pipeline
@@ -365,16 +378,18 @@ def export(argv: Sequence[str]) -> int:
     The paths of the written files are printed.
 
     Args:
-        argv: The arguments after ``uno export``, with the format: ``encoder``, ``pt2``
-            or ``onnx`` for the model; ``label-studio``, ``fiftyone``, ``cvat``, ``csv``
-            or ``h5ad`` for the predictions.
+        argv: The arguments after ``uno export``: the run directory, and the format:
+            ``encoder``, ``pt2`` or ``onnx`` for the model; ``label-studio``,
+            ``fiftyone`` or ``cvat`` (annotation tools), ``csv`` or ``h5ad`` for the
+            predictions.
 
     Returns:
-        The exit code.
+        The exit code 0. A problem raises an error.
 
     Raises:
-        ConfigError: ``--images`` is given with a format that is none of an annotation
-            tool.
+        ConfigError: ``--images``, the folder or URL at which an annotation tool finds
+            the images, is given with a format of no annotation tool; or the model or
+            its predictions cannot be exported.
     """
     own = parse(argv, EXPORT).args
     from uno.data.files import Storage
@@ -414,18 +429,21 @@ def export(argv: Sequence[str]) -> int:
 
 
 def data(argv: Sequence[str]) -> int:
-    """Check a data set, or write it as Parquet shards.
+    """Check a data set (``uno data check``), or write it as Parquet shards (``pack``).
+
+    The check prints the classes, their sizes, and problems such as images that cannot
+    be read.
 
     Args:
         argv: The arguments after ``uno data``, of which the first is ``check`` or
             ``pack``.
 
     Returns:
-        The exit code.
+        The exit code 0. A problem raises an error.
 
     Raises:
-        ConfigError: The check finds an error, or an option does not belong to the
-            action.
+        ConfigError: The check finds that no run could succeed, the shards cannot be
+            written, or ``--shard-mb`` is given for the check.
     """
     options = parse(argv, DATA)
     if options.args.action == "pack":
@@ -445,11 +463,14 @@ def data(argv: Sequence[str]) -> int:
 def embed(argv: Sequence[str]) -> int:
     """Write the features that a frozen encoder computes for every image of a source.
 
+    They are written to the Parquet file of ``--output``, which ``--data vectors:FILE``
+    and other programs read.
+
     Args:
         argv: The arguments after ``uno embed``.
 
     Returns:
-        The exit code.
+        The exit code 0. A problem raises an error.
     """
     options = parse(argv, EMBED)
     from uno.session.embed import embed as embed_source
@@ -459,13 +480,16 @@ def embed(argv: Sequence[str]) -> int:
 
 
 def estimate(argv: Sequence[str]) -> int:
-    """Estimate the number of novel classes, and write ``estimate.json``.
+    """Estimate the number of novel classes among the unlabeled images of a source.
+
+    The estimate is printed, and written to ``estimate.json`` in the output directory.
+    With ``--dry-run`` only the data is checked.
 
     Args:
         argv: The arguments after ``uno estimate-classes``.
 
     Returns:
-        The exit code.
+        The exit code 0. A problem raises an error.
     """
     options = parse(argv, ESTIMATE)
     own = options.args
@@ -478,7 +502,9 @@ def estimate(argv: Sequence[str]) -> int:
 
 
 def doctor(argv: Sequence[str]) -> int:
-    """Check this machine, or all nodes of a cluster, and print a line for each finding.
+    """Check this machine for problems, and print a line for each finding.
+
+    With ``--cluster`` every node of the running Ray cluster is checked instead.
 
     Args:
         argv: The arguments after ``uno doctor``.
@@ -504,19 +530,25 @@ def doctor(argv: Sequence[str]) -> int:
 
 
 def classes(argv: Sequence[str]) -> int:
-    """Name, merge or drop the discovered classes of a run, by a file of edits.
+    """Name, merge or drop the discovered classes of a run.
 
-    The file is ``RUN/classes.yaml`` or that of ``--file``. If there is none, and
-    neither ``--from`` (a table of labels that people gave to images) nor ``--rename``
-    (new names on the command line), it is written as a template to edit. Otherwise
-    the edits are checked, and with ``--apply`` or ``--rename`` the model and all files
-    of the run are updated.
+    The edits are those of the file ``RUN/classes.yaml``, if there is one, or of another
+    such file, ``--file``. To these are added the names of ``--from``, a table of labels
+    that people gave to images, by which classes are named in a majority vote; or of
+    ``--rename``, new names such as ``5=nine``. If there is none of all these,
+    ``RUN/classes.yaml`` is written as a template to edit. Otherwise the edits are
+    checked. With ``--apply``, and always with ``--rename``, the model and all files of
+    the run are then updated, and ``RUN/classes.yaml`` gets the edits.
 
     Args:
-        argv: The arguments after ``uno classes``.
+        argv: The arguments after ``uno classes``: the run directory and options.
 
     Returns:
-        The exit code.
+        The exit code 0. A problem raises an error.
+
+    Raises:
+        ConfigError: More than one of ``--file``, ``--from`` and ``--rename`` is given,
+            or an edit is invalid.
     """
     own = parse(argv, CLASSES).args
     from uno.data.files import Storage
@@ -585,14 +617,15 @@ def _name_by_labels(
 ) -> list[OutputClass]:
     """Name discovered classes by labels that people gave to images, in a majority vote.
 
-    A class whose label is the name of another class is merged into that one. A line
-    about each vote is printed.
+    The images that the model puts into a class vote with their labels. A class whose
+    label is the name of another class is merged into that one. A line about each vote
+    is printed.
 
     Args:
         storage: The run directory, with predictions of the labeled images.
         classes: All classes of the run.
-        path: Path or URI of the file of labels: a table, or an annotation tool's
-            export.
+        path: Path or URI of the file of labels: a table with the columns id and label,
+            or an annotation tool's export.
 
     Returns:
         All classes, with their new names and the classes into which they are merged.
@@ -610,7 +643,12 @@ def _name_by_labels(
 
 
 def _split_path(path: str) -> tuple[Storage, str]:
-    """Split the path of a file into its folder, as a storage, and the file name."""
+    """Split the path of a file into its folder and its name.
+
+    Returns:
+        The folder as a storage, in which files can be read and written by name; and the
+        file name.
+    """
     from uno.data.files import Storage
 
     parent, name = os.path.split(os.path.expanduser(path))
@@ -618,11 +656,15 @@ def _split_path(path: str) -> tuple[Storage, str]:
 
 
 def _suggest_names(model: Classifier) -> dict[int, Suggestion]:
-    """Suggest names for the discovered classes of a model, from the data of its run.
+    """Return facts that help a person to name the discovered classes of a model.
+
+    They are computed from a sample of the data of the model's run.
 
     Returns:
-        Suggestions by the index of the class. Empty, after a warning, if the run's data
-        cannot be read any more.
+        For each discovered class, by its index: how many of the sampled unlabeled
+        images the model puts into it, and the names of the most similar known and
+        discovered classes. Empty, after a warning, if the run's data cannot be read any
+        more.
     """
     from uno.report.findings import suggestions, summarize
     from uno.report.sample import score_sample

@@ -59,8 +59,11 @@ class Finding(NamedTuple):
 def machine() -> Iterator[Finding]:
     """Check versions, devices, disk, shared memory and the Ray cluster of this machine.
 
+    The cluster is the running one that commands would use, if there is one.
+
     Yields:
-        A finding for each property.
+        A finding for each property: its level, ``ok``, ``warning`` or ``error``; a
+        text; and advice, or "".
     """
     names = ["uno-discovery", "torch", "torchvision", "numpy", "pyarrow"]
     names += ["ray"] if importlib.util.find_spec("ray") else []
@@ -87,10 +90,14 @@ def machine() -> Iterator[Finding]:
 
 
 def _check_ray() -> Iterator[Finding]:
-    """Check whether Ray is installed, and whether the cluster in use answers.
+    """Check whether Ray is installed, and whether the running cluster answers.
+
+    The cluster is that of :func:`pipelines.ray_env.cluster_address`, if there is one.
 
     Yields:
-        The findings. The cluster is that of :func:`pipelines.ray_env.cluster_address`.
+        Findings, each with its level, a text, and advice or "": a warning if Ray or the
+        package for ``ray job submit`` is missing, an error if the cluster does not
+        answer, else ``ok``.
     """
     if importlib.util.find_spec("ray") is None:
         yield Finding(
@@ -123,7 +130,9 @@ def _check_space() -> Iterator[Finding]:
     The disks are those of the working directory and of Ray's temporary files.
 
     Yields:
-        A finding for shared memory (``/dev/shm``), if there is any, and for each disk.
+        A finding for shared memory (``/dev/shm``), if there is any: a warning below 1
+        GiB. A finding for each disk: a warning if less than 5 GiB are free, an error if
+        that is unknown.
     """
     if os.path.isdir("/dev/shm"):
         total = shutil.disk_usage("/dev/shm").total
@@ -143,22 +152,24 @@ def _check_space() -> Iterator[Finding]:
 
 
 def examine_cluster(place: str | None) -> Iterator[Finding]:
-    """Check all nodes of the cluster that commands work on.
+    """Check all nodes of the running Ray cluster that commands use.
 
-    For each node it compares the versions of packages, the number of GPUs and the clock
-    with this machine and with Ray. It looks for EFA network cards and for NCCL's plugin
-    for them. It measures an all-reduce of one second over all nodes, or over one GPU of
-    each node that has GPUs.
+    On each node it compares the versions of packages and the clock with those of this
+    machine, and the number of GPUs that PyTorch sees with the number that Ray counts.
+    It looks for EFA network cards and for NCCL's plugin for them. If at least two nodes
+    have GPUs, it measures an all-reduce of about one second over one GPU of each of
+    them; if no node has GPUs, over the CPUs of all nodes.
 
     Args:
         place: A directory, path or URI, that all nodes must see; a file is written
             there and deleted. None checks no directory.
 
     Yields:
-        A finding for each node.
+        A finding for each node: its level, ``ok``, ``warning`` or ``error``, and a
+        text.
 
     Raises:
-        ConfigError: There is no cluster.
+        ConfigError: There is no running cluster.
     """
     if ray_env.cluster_address() is None:
         raise ConfigError("no Ray cluster is named or runs here: RAY_ADDRESS=HOST:6379")
@@ -195,7 +206,9 @@ def examine_cluster(place: str | None) -> Iterator[Finding]:
 def versions() -> dict[str, str]:
     """Return the versions of Python and of packages that must agree on all nodes.
 
-    Packages that are not installed are left out.
+    Returns:
+        The versions by name, such as ``Python``, ``torch`` and ``ray``. Packages that
+        are not installed are left out.
     """
     found = {"Python": platform.python_version()}
     for name in PACKAGES:
@@ -212,10 +225,11 @@ def node_facts(place: str | None, name: str) -> dict[str, Any]:
         name: The name of a file that must be in the directory.
 
     Returns:
-        ``host``, its name; ``versions``, see :func:`versions`; ``sees``, whether the
-        file is there (None without a directory); ``gpus``, the list of their names;
-        ``cuda``, the CUDA version of PyTorch; ``efa``, the number of EFA network cards;
-        and ``plugin``, the state of NCCL's network plugin, see :func:`plugin`.
+        ``host``, the name of the node; ``versions``, see :func:`versions`; ``sees``,
+        whether the file is there (None without a directory); ``gpus``, the list of the
+        names of the GPUs that PyTorch sees; ``cuda``, the CUDA version of PyTorch, or
+        None; ``efa``, the number of EFA and other network cards with RDMA; and
+        ``plugin``, the state of NCCL's network plugin, see :func:`plugin`.
     """
     sees: bool | None = None
     if place is not None:
@@ -237,12 +251,13 @@ def node_facts(place: str | None, name: str) -> dict[str, Any]:
 
 
 def efa_devices(folder: str = "/sys/class/infiniband") -> list[str]:
-    """Return the names of the network cards with RDMA, such as EFA.
+    """Return the names of this machine's network cards with RDMA, such as EFA of AWS.
 
     NCCL can use these without the kernel.
 
     Args:
-        folder: The directory in which Linux lists such cards.
+        folder: The directory in which Linux lists such cards. Without it the list is
+            empty.
     """
     return sorted(os.listdir(folder)) if os.path.isdir(folder) else []
 
@@ -255,8 +270,8 @@ def plugin(paths: str | None = None) -> str:
             ``LD_LIBRARY_PATH`` and the usual folders.
 
     Returns:
-        ``none`` if there is no plugin, ``ok`` if it can be loaded, or a phrase that
-        names the libraries it lacks.
+        ``none`` if there is no plugin, ``ok`` if all libraries that the first one found
+        needs are there, or a phrase that names those that it lacks.
     """
     paths = paths or f"{os.environ.get('LD_LIBRARY_PATH', '')}:{PLUGIN_PATHS}"
     found = [
@@ -278,6 +293,11 @@ def line_of(
     node: Facts, facts: Facts | str, mine: Mapping[str, str], speed: float | str | None
 ) -> Finding:
     """Return the finding about one node of a cluster.
+
+    It is an error if the node did not answer, has another version of a package, sees
+    fewer GPUs than Ray counts, or does not see the directory. Otherwise it is a warning
+    if its clock differs by more than 2 s, NCCL's network plugin is broken or is missing
+    although there are EFA cards, or the all-reduce failed.
 
     Args:
         node: The node, an entry of ``ray.nodes()``.
@@ -391,12 +411,13 @@ def _measure_all_reduce(
 
     Args:
         ray: The module ``ray``, connected to a cluster.
-        nodes: The nodes of ``ray.nodes()``, by id.
-        on: For each node the function of :func:`_node_task` that starts a task on it.
+        nodes: The nodes of the cluster, entries of ``ray.nodes()``, by id.
+        on: For each node, by id, the function of :func:`_node_task` that starts a task
+            on it.
 
     Returns:
-        For each node that took part the bandwidth in bytes a second, or the reason why
-        there is none. The result is empty if only one node could take part.
+        For each node that took part, by id, the bandwidth in bytes a second, or the
+        reason why there is none. The result is empty if only one node could take part.
     """
     gpus = [
         node for node, about in nodes.items() if about["Resources"].get("GPU", 0) >= 1
@@ -459,8 +480,8 @@ def _wait_for_answers(ray: Any, tasks: Mapping[str, Any]) -> dict[str, Any]:
         tasks: The reference to the result of each task, by the id of its node.
 
     Returns:
-        The results by node. A task that fails or takes longer has the reason as its
-        result, one line of text.
+        The results by node. For a task that failed, or that took longer and was
+        cancelled, it is the reason, one line of text.
     """
     end, found = time.monotonic() + ANSWER_S, dict[str, Any]()
     for node, task in tasks.items():

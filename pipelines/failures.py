@@ -46,16 +46,24 @@ class EndWhenHopeless(UserCallback):
     def after_exception(
         self, run_context: Any, worker_exceptions: Mapping[int, Exception]
     ) -> None:
-        """End the run by an error if no other group of workers could continue it.
+        """End the run by an error if no other group of workers could finish it.
+
+        Otherwise this returns, and Ray Train replaces the group that failed. The reason
+        is then sent to the driver as ``("lost", reason)``, if there is a queue for
+        that, unless the group was preempted: it ended because one of its nodes was
+        taken away after a notice. Preempted groups never end the run.
 
         Args:
             run_context: Ray Train's description of the run, which is not used.
-            worker_exceptions: The exceptions of workers, by rank.
+            worker_exceptions: The exceptions of the workers that failed, by rank.
 
         Raises:
-            UnoError: The user must act, or workers keep dying.
-            Exception: Another error of a worker occurred three times in a row without a
-                new checkpoint.
+            UnoError: A worker raised this error, and the user must act on it: it does
+                not pass by itself.
+            Interrupted: Groups failed three times in a row without a new checkpoint,
+                the last time because a worker process or its connection was lost.
+            Exception: Groups failed three times in a row without a new checkpoint, the
+                last time by this error of a worker's own code.
         """
         lost = [error for error in worker_exceptions.values() if is_of_ray(error)]
         raised = [error for error in worker_exceptions.values() if error not in lost]
@@ -89,15 +97,18 @@ class EndWhenHopeless(UserCallback):
 
 
 def is_of_ray(error: Exception) -> bool:
-    """Return whether an error is of Ray itself, which has lost a worker.
+    """Return whether an error is one of Ray's own, so that Ray has lost the worker.
 
-    Otherwise the worker's own code has raised it.
+    Otherwise the code of the worker has raised it.
     """
     return type(error).__module__.partition(".")[0] == "ray"
 
 
 def is_lost_connection(error: Exception) -> bool:
-    """Return whether a rank failed because its connection to another rank broke."""
+    """Return whether an error says that a rank's connection to another rank broke.
+
+    These are RuntimeErrors of PyTorch with the word "connection" in their text.
+    """
     return isinstance(error, RuntimeError) and "connection" in str(error).lower()
 
 
@@ -112,9 +123,9 @@ def was_preempted(error: Exception) -> bool:
 
 
 def saved_steps(directory: str) -> int:
-    """Return the training steps in the newest checkpoints, summed over all phases.
+    """Return the step of the newest checkpoint of each training phase, as a sum.
 
-    The sum grows with every checkpoint.
+    A phase without a checkpoint counts as 0. The sum grows with every new checkpoint.
 
     Args:
         directory: The directory of the checkpoints, a path or URI.

@@ -1,6 +1,6 @@
 """Compute the features of images with a frozen encoder on the workers of Ray.
 
-They equal those of :func:`uno.session.data.compute_local` bit for bit.
+On CPUs they equal those of :func:`uno.session.data.compute_local` bit for bit.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,21 +37,26 @@ def compute_on_ray(
 ) -> Iterator[Chunk]:
     """Encode rows on the workers of a cluster.
 
+    If the cluster is too small, this waits for nodes.
+
     Args:
         ray: The module ``ray``, connected to a cluster.
-        job: The rows of the data set, and how their features are computed.
-            ``rows`` selects which of them are encoded.
+        job: All rows of the run with their images, and how features are computed.
+            ``rows`` selects which of these rows are encoded.
         encoder: The encoder in eval mode, or a :class:`~uno.encoders.runtimes.Runtime`
             of it.
         rows: int64 (n,), the row numbers of the images to encode.
         give_up: Returns whether to stop waiting for nodes.
 
     Yields:
-        The features of up to ``CHUNK_ROWS`` rows at a time, in the order of ``rows``.
-        They are equal, bit for bit, to those of one process.
+        Up to 128 rows at a time, in the order of ``rows``: their row numbers; their
+        features float32 (m, 1 + V, D), of the evaluation view and V random views; and
+        for each row the reason why its image cannot be read, or None. On CPUs the
+        features are equal, bit for bit, to those that one process computes.
 
     Raises:
-        ConfigError: The encoder returns numbers that are not finite.
+        ConfigError: The encoder returns numbers that are not finite, or the cluster had
+            no place for the workers in time.
         Interrupted: ``give_up`` returned True.
     """
     config, reader = job.config, job.task.rows.images.reader()
@@ -91,15 +96,16 @@ def make_block(job: FeatureJob, rows: np.ndarray, start: int, stop: int) -> pa.T
     """Return rows to encode as the Arrow table that is sent to a task.
 
     Args:
-        job: The rows of the task and the settings of their features.
+        job: All rows of the run with their images, and how features are computed.
         rows: int64 (n,), the row numbers of all images that are encoded.
         start: The position in ``rows`` of the first row of the table.
-        stop: The position after its last row.
+        stop: The position in ``rows`` after its last row.
 
     Returns:
         A table with a row for each image: ``row``, the position in ``rows``; ``seed``
-        of the random views; ``has_views``, whether the image gets random views; and the
-        image in the columns of :func:`~uno.data.images.to_columns`.
+        of the random views; ``has_views``, whether the image gets random views; and
+        either ``number``, under which a reader finds the image, or ``image`` and
+        ``shape``, the image itself, see :func:`~uno.data.images.to_columns`.
     """
     own = rows[start:stop]
     return pa.table(
@@ -118,14 +124,14 @@ def decode_block(block: pa.Table, config: Config, reader: Any) -> Iterator[pa.Ta
     Args:
         block: The table.
         config: The configuration of the run.
-        reader: The reference to the object that reads images by row number; None if the
-            table has the images themselves.
+        reader: The reference to the object in Ray's object store that reads the images
+            by the column ``number``; None if the table has the images themselves.
 
     Yields:
-        A table for each chunk of ``CHUNK_ROWS`` rows: ``row``, ``seed``, ``viewed``
-        (whether the image has crops of random views), ``reason`` (why the image cannot
-        be read, or None) and ``pixels`` (bytes of the evaluation view and all crops of
-        the image).
+        A table for each chunk of up to 128 rows: ``row`` and ``seed`` of the given
+        table; ``viewed``, whether the image has crops of random views, and can be read;
+        ``reason``, why the image cannot be read, or None; and ``pixels``, the bytes of
+        the evaluation view and of the crops of all random views.
     """
     import ray
 
@@ -218,17 +224,18 @@ class Featurizer:
 
 
 def unpack_chunk(job: FeatureJob, rows: np.ndarray, results: pa.Table) -> Chunk:
-    """Return a chunk of features from a table of :meth:`Featurizer.__call__`.
+    """Return a chunk of features from the table that a :class:`Featurizer` returns.
 
     Args:
-        job: The rows of the task and the settings of their features.
+        job: All rows of the run, and how features are computed.
         rows: int64 (n,), the row numbers of the images of the chunk.
-        results: The table.
+        results: The table: for each of the n images, in the order of ``rows``,
+            ``features`` (bytes of float32) and ``reason`` (why the image cannot be
+            read, or None).
 
     Returns:
-        The features, float32 (n, 1 + V, D): D numbers for the evaluation view and for
-        each of V random views; with the row numbers, and the reasons why images cannot
-        be read.
+        The row numbers; the features, float32 (n, 1 + V, D): D numbers for the
+        evaluation view and for each of V random views; and the reasons.
 
     Raises:
         ConfigError: The encoder returns numbers that are not finite.

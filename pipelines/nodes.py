@@ -46,18 +46,26 @@ class WaitLines:
         self.begin()
 
     def begin(self) -> None:
-        """Begin to wait: the next line about missing workers is due in 30 s."""
+        """Start a wait for workers, now: the first line about it is due in 30 s.
+
+        This is called again when workers were lost and new ones are waited for.
+        """
         self._due: float | None = time.monotonic() + TELL_S
 
     def end(self) -> None:
-        """End the wait, because the workers have begun; no further line is printed."""
+        """End the wait, because the workers have begun.
+
+        No line is printed until :meth:`begin` is called again.
+        """
         self._due = None
 
     def tell(self) -> bool:
-        """Print a line about the missing workers if one is due.
+        """Print which resources the missing workers wait for, if 30 s have passed.
+
+        The 30 s count from the begin of the wait, or from the line before.
 
         Returns:
-            Whether the wait still goes on.
+            Whether the wait goes on: False after :meth:`end`.
         """
         if self._due is None:
             return False
@@ -70,9 +78,13 @@ class WaitLines:
 def wanted_and_there(workers: int, each: Resources) -> str:
     """Return a phrase on the resources that workers need and that the cluster has.
 
+    For example ``2 workers with 1 CPU, 1 GPU each; the cluster has 8 CPU (6 free), 1
+    GPU (1 free) on 1 node``.
+
     Args:
         workers: The number of workers.
-        each: The resources of each worker (``CPU``, ``GPU``).
+        each: The amount of each resource that a worker needs, by its name (``CPU``,
+            ``GPU``).
     """
     import ray
 
@@ -93,15 +105,17 @@ def wait_for_resources(
 ) -> Resources:
     """Wait until the cluster is large enough for all workers of a configuration.
 
-    Meanwhile a placement group lets Ray's autoscaler start nodes for them.
+    All CPUs and GPUs of the cluster count, also those that other work uses now. During
+    the wait a placement group for the workers lets Ray's autoscaler start nodes.
 
     Args:
-        config: The configuration of the run.
+        config: The configuration of the run, with the number of workers.
         give_up: Returns whether the user has asked to stop.
-        limit_s: The longest wait in seconds.
+        limit_s: The longest wait in seconds; 0 does not wait.
 
     Returns:
-        The resources of each worker (``CPU``, ``GPU``).
+        The amount of each resource for a worker, by its name (``CPU``, ``GPU``), see
+        :func:`pipelines.ray_env.worker_resources`.
 
     Raises:
         ConfigError: The cluster is still too small after ``limit_s`` seconds.
@@ -144,20 +158,23 @@ def once_one_fits(
 ) -> T:
     """Call a function, and again after a wait if the cluster is too small at first.
 
+    The wait ends as soon as the cluster is large enough for the workers of the
+    configuration, or for one worker if ``compute.num_workers`` is 0. It takes at most
+    :func:`startup_timeout_s`.
+
     Args:
         config: The configuration of the run.
         ask: The function, for example one that computes how many trials run at a time.
             It raises ConfigError if the cluster cannot hold a single task or trial.
-        give_up: Returns whether the user has asked to stop.
+        give_up: Returns whether the user has asked to stop. It is asked during the
+            wait.
 
     Returns:
-        The result of ``ask``. If the first call failed, it is called again once the
-        cluster has a place for the workers of the configuration, or for one worker if
-        it has none.
+        The result of ``ask``, of its first call if that did not fail.
 
     Raises:
-        ConfigError: ``ask`` raised it, and the cluster cannot grow; or there was no
-            place in time.
+        ConfigError: ``ask`` raised it and there is no wait, or raised it again after
+            the wait; or the cluster was still too small when the wait ended.
         Interrupted: ``give_up`` returned True.
     """
     try:
@@ -171,20 +188,24 @@ def once_one_fits(
 
 
 def free_memory(config: Config) -> "FreeMemory":
-    """Return the memory in bytes that is free for a run's workers.
+    """Return the free memory in bytes of the machines that a run's workers would use.
 
-    On a cluster, nodes for the workers are waited for. A task in the place of each
-    worker then measures its node for at most 60 s.
+    On a running cluster (see :func:`pipelines.ray_env.cluster_address`) this waits for
+    nodes for the workers. Then one task for each worker, with the resources of a
+    worker, measures the node on which Ray places it. Tasks that have not answered after
+    60 s are cancelled.
 
     Args:
         config: The configuration of the run.
 
     Returns:
-        The smallest main memory and GPU memory that the tasks found, the smallest
-        object store of all nodes, and the main memory of this machine as ``driver``.
-        Without workers or a cluster, or if no task could begin because other work takes
-        all nodes, main memory and GPU memory are those of this machine, and ``driver``
-        is None.
+        On a cluster: ``host``, the least free main memory that a task found;
+        ``device``, the least free GPU memory that a task found for a worker, None
+        without GPUs; ``store``, the size of the smallest object store of all nodes; and
+        ``driver``, the free main memory of this machine. If no task answered in time,
+        ``host`` and ``device`` are those of this machine, and ``driver`` is None.
+        Without workers or a running cluster, ``host`` and ``device`` are those of this
+        machine, and ``store`` and ``driver`` are None.
 
     Raises:
         ConfigError: The cluster is too small for the workers and does not grow in time.
@@ -220,12 +241,16 @@ def free_memory(config: Config) -> "FreeMemory":
 
 
 def _free_on_node(tree: Mapping[str, Any]) -> "FreeMemory":
-    """Return the free memory of this node and of the device that the run would use.
+    """Return the free memory in bytes of the machine on which this is called.
 
-    It is called in a task of Ray on that node.
+    It is called in this process, and on other nodes in a task of Ray.
 
     Args:
-        tree: The configuration of the run as a plain dict.
+        tree: The configuration of the run as a nested dict.
+
+    Returns:
+        ``host``, the free main memory; and ``device``, a worker's share of the free GPU
+        memory, None if the run would not use a GPU here. The other values are None.
     """
     from uno.session import resources
 
@@ -235,7 +260,8 @@ def _free_on_node(tree: Mapping[str, Any]) -> "FreeMemory":
 def startup_timeout_s(config: Config) -> float:
     """Return how many seconds a command waits for nodes of a cluster when it starts.
 
-    It is 0 if the command starts a private cluster on this machine, which cannot grow.
+    These are ``compute.wait_minutes`` of the configuration. It is 0 if the command
+    starts a private cluster on this machine, which cannot grow.
     """
     return 60 * config.compute.wait_minutes if cluster_address() else 0.0
 
@@ -244,8 +270,8 @@ def _default_resources(config: Config) -> Resources:
     """Return the resources that a worker asks for before the cluster's size is known.
 
     Returns:
-        The number of ``CPU``, and of ``GPU`` if the configuration sets the device
-        ``cuda``.
+        ``CPU``: ``compute.cpus_per_worker``, or 1 if that is None. Only if
+        ``compute.device`` is ``cuda``, also ``GPU``: ``compute.gpus_per_worker``.
     """
     usual = {"CPU": config.compute.cpus_per_worker or 1.0}
     return usual | (
@@ -256,17 +282,19 @@ def _default_resources(config: Config) -> Resources:
 
 
 def check_shares(config: Config, each: Resources | None = None) -> None:
-    """Check that workers that train together have at least one whole GPU each.
+    """Check that several workers that train together do not share GPUs.
 
-    NCCL refuses ranks that share a GPU ("Duplicate GPU").
+    NCCL refuses ranks that share a GPU ("Duplicate GPU"). A single worker, and workers
+    without GPUs, are always accepted.
 
     Args:
-        config: The configuration of the run.
-        each: The resources of a worker; None for those that the configuration asks for,
-            before the cluster is known.
+        config: The configuration of the run, with the number of workers.
+        each: The amount of each resource for a worker, by its name (``CPU``, ``GPU``);
+            None for the amounts that the configuration asks for, before the cluster is
+            known.
 
     Raises:
-        ConfigError: There are several workers, and they would share a GPU.
+        ConfigError: There are several workers, each with less than one GPU.
     """
     workers, share = (
         config.compute.num_workers,
@@ -280,18 +308,19 @@ def check_shares(config: Config, each: Resources | None = None) -> None:
 
 
 def with_decoding(config: Config, each: Resources) -> Resources:
-    """Add CPUs for decoding to the resources of GPU workers that stream their images.
+    """Give GPU workers that stream their images more CPUs, with which they decode.
 
-    A worker gets an equal share of the CPUs of its node; the smallest share of all
-    nodes counts. ``compute.cpus_per_worker`` has priority. Workers without a GPU
-    already compute with all cores, and get nothing more.
+    A worker gets an equal share of the CPUs of its node: as many workers share a node
+    as its GPUs allow. Of all nodes that have a GPU for a worker the smallest share
+    counts. Nothing changes for workers without a GPU, which compute with all cores
+    anyway, and if ``compute.cpus_per_worker`` is set.
 
     Args:
         config: The configuration of the run.
-        each: The resources of each worker (``CPU``, ``GPU``).
+        each: The amount of each resource for a worker, by its name (``CPU``, ``GPU``).
 
     Returns:
-        The resources of each worker.
+        The amounts with the new number of CPUs, which is never smaller than before.
     """
     import ray
 

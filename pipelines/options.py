@@ -72,22 +72,40 @@ class Argument(NamedTuple):
 
     @property
     def required(self) -> bool:
-        """Whether this argument must be given, because it has no default."""
+        """Whether this argument of a command must be given.
+
+        It must if it has no default: the default is None, and the type does not allow
+        None.
+        """
         return self.default is None and NoneType not in get_args(self.type)
 
     @property
     def most_words(self) -> int:
-        """The largest number of words that this argument takes as its value."""
+        """The largest number of words that this argument takes as its value.
+
+        It is 0 for a switch and for the ``no-`` form of a boolean field, the number of
+        values for a tuple, a million for a list, and else 1.
+        """
         if self.type is bool:
             return 1 if self.key and not self.negated else 0
-        return {tuple: len(get_args(self.type)), list: MANY}.get(
-            get_origin(self.type), 1
-        )
+        kind = self.plain_type
+        return {tuple: len(get_args(kind)), list: MANY}.get(get_origin(kind), 1)
+
+    @property
+    def plain_type(self) -> Any:
+        """The type without None, such as int for ``int | None``."""
+        kinds = get_args(self.type)
+        is_optional = NoneType in kinds and len(kinds) == 2
+        return kinds[kinds[0] is NoneType] if is_optional else self.type
 
     @property
     def takes_numbers(self) -> bool:
-        """Whether words such as ``3`` after this argument are read as numbers."""
-        return not {int, float}.isdisjoint(get_args(self.type) or (self.type,))
+        """Whether words such as ``3`` after this argument are read as numbers.
+
+        They are if its type contains ``int`` or ``float``.
+        """
+        kinds = get_args(self.plain_type) or (self.plain_type,)
+        return not {int, float}.isdisjoint(kinds)
 
     def value(self, name: str, words: Sequence[str]) -> Any:
         """Return the value of this argument for the words that follow its name.
@@ -99,11 +117,12 @@ class Argument(NamedTuple):
             words: The words of the command line after the name.
 
         Returns:
-            A word, all words if the argument takes several, a bool for a switch without
-            a word, or None for the word ``none`` if the type allows it.
+            The word, or the list of all words if the argument can take several. For a
+            boolean argument without a word: True, or False for its ``no-`` form. None
+            for the word ``none`` if the type allows None.
 
         Raises:
-            ConfigError: There are too few words or too many.
+            ConfigError: There are too few words or too many, or a word is empty.
         """
         types, most = get_args(self.type) or (self.type,), self.most_words
         if bool in types and not words:
@@ -113,12 +132,12 @@ class Argument(NamedTuple):
         )
         if not words or "" in words:
             raise ConfigError(f"{name} needs {wanted}")
+        if NoneType in types and [word.lower() for word in words] == ["none"]:
+            return None
         if len(words) > most or (most != MANY and len(words) < most):
             raise ConfigError(
                 f"{name} takes {wanted}, got {' '.join(map(repr, words))}"
             )
-        if NoneType in types and words[0].lower() == "none":
-            return None
         return words if most > 1 else words[0]
 
 
@@ -184,7 +203,8 @@ class Command:
         """Return all arguments of this command: its own, then configuration fields.
 
         Args:
-            *methods: Names of methods whose settings of their own are options, too.
+            *methods: Names of methods. The settings that only these methods have are
+                options, too.
 
         Returns:
             The declarations by name, such as ``RUN`` or ``--batch-size``.
@@ -204,6 +224,10 @@ class Command:
 
     def may_change(self, key: str) -> bool:
         """Return whether a field of the configuration is an option of this command.
+
+        It always is for commands that make a configuration, or change those of many
+        runs. Commands that work on a finished run take only the fields whose
+        declaration names the command.
 
         Args:
             key: The dotted key of the field.
@@ -230,14 +254,20 @@ class Options:
 
     @property
     def overrides(self) -> dict[str, Any]:
-        """All settings of the user, from files and the command line, by dotted key."""
+        """All settings of the user, by dotted key such as ``train.batch_size``.
+
+        They come from the files of ``--config`` and from the command line, which has
+        priority.
+        """
         return merge_settings(self.yaml_values, self.cli_values)
 
     @cached_property
     def config(self) -> Config:
         """The configuration that follows from the command line and its files.
 
-        If the user names no output directory, it is the default of the command.
+        Settings that the user does not give have their defaults, such as those of the
+        preset. If the user names no output directory, it is the default of the command,
+        if it has one.
         """
         choose = self.command.name in ("discover", "data")
         return configure(self.overrides, self.command.output, choose)
@@ -255,12 +285,15 @@ def parse(argv: Sequence[str], command: Command) -> Options:
         command: The declaration of the command.
 
     Returns:
-        The values of all arguments.
+        The values of the command's own arguments, and the settings of the configuration
+        by dotted key: those of the files of ``--config``, and those of the command
+        line.
 
     Raises:
-        ConfigError: An option is unknown, a value is refused, or an argument is
-            missing.
-        SystemExit: The help was printed.
+        ConfigError: An option is unknown, a value is refused, an argument is missing,
+            or a file of ``--config`` cannot be read.
+        SystemExit: The help was printed. The code is 0 for ``--help`` and 2 for an
+            empty command line.
     """
     asked, arguments = {"--help", "-h", HELP_ALL}.intersection(argv), command.arguments
     groups = list(_split_options(token for token in argv if token not in asked))
@@ -323,13 +356,15 @@ def schema_flags(
     """Declare the command-line options of fields of the configuration.
 
     Args:
-        fields: Fields, or sections with fields, by name.
-        prefix: The dotted key of their section with a dot at the end, or "".
+        fields: Fields of a pydantic model by name, or sections, which are models with
+            fields of their own.
+        prefix: The dotted key of the section of the fields with a dot at the end, such
+            as ``train.``, or "".
 
     Yields:
         The name of each option and its declaration. For a field, the long form comes
-        first (``--train.batch-size``), then the short form (``--batch-size``), then the
-        ``no-`` form if the field is boolean.
+        first (``--train.batch-size``), then the short form if it has one
+        (``--batch-size``), then the ``no-`` form if the field is boolean.
     """
     for name, info in fields.items():
         key, kind = f"{prefix}{name}", info.annotation
@@ -359,13 +394,15 @@ def _read_flags(
         groups: The options of the command line with their words, from
             :func:`_split_options`.
         command: The declaration of the command.
-        file: Gets the settings of the files, by dotted key.
+        file: A dict to which the settings of the files are added, by dotted key. The
+            last file with a key has priority.
 
     Returns:
-        The declarations by name.
+        The declarations by name, such as ``--batch-size``.
 
     Raises:
-        ConfigError: The command line has another option, or a file cannot be read.
+        ConfigError: The command line has an option that the command does not have, or a
+            file cannot be read.
     """
     if command.takes != "none":
         for words in (
@@ -391,8 +428,9 @@ def _methods_in(groups: list[Group], file: Mapping[str, Any]) -> list[str]:
         file: The settings of the files of ``--config``, by dotted key.
 
     Returns:
-        The method that the command line or a file chooses, which need not exist, and
-        the methods of this package whose section an option names.
+        First the method that ``--method``, else a file, else the default chooses; it
+        need not exist. Then the methods of this package to which an option belongs,
+        such as ``ncl`` for ``--ncl.OPTION``.
     """
     found = [str(file.get("method", DEFAULT))]
     for name, _, words in groups:
@@ -439,15 +477,16 @@ The defaults below are the values of this command line.
 
 
 def _print_help(options: Options, everything: bool) -> None:
-    """Print the help of a command: its arguments with their sentence and value.
+    """Print the help of a command: its arguments with their sentence and default.
 
-    Values are those of the command line, or of the preset ``digits`` if the line has a
-    mistake.
+    For a command that makes a configuration, the defaults of fields are the values of
+    this command line, or those of the preset ``digits`` if the line has a mistake.
 
     Args:
         options: The options of the command line.
-        everything: Whether to list all fields of the configuration. Otherwise only
-            fields with a short form are listed, by that form.
+        everything: Whether to list all fields of the configuration. Otherwise, for a
+            command that takes all fields, those of a section such as ``train`` are
+            listed only if they have a short form, by that form.
     """
     command = options.command
     print(f"usage: {command.usage}\n\n{SENTENCES[command.name]}\n")
@@ -514,7 +553,8 @@ def _print_help(options: Options, everything: bool) -> None:
 def placeholder(kind: Any) -> str:
     """Return the text that stands for a value of a type in the help.
 
-    For example ``INT``, ``FLOAT FLOAT``, ``{paper,v2}`` or ``INT|auto|None``.
+    For example ``INT``, ``FLOAT FLOAT``, ``{paper,v2}`` or ``INT|auto|None``. It is ""
+    for a boolean.
 
     Args:
         kind: The type, such as ``int`` or ``Literal["paper", "v2"]``.

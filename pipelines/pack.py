@@ -36,15 +36,20 @@ EXECUTION_ROWS = 2**20
 def pack_data(config: Config, shard_mb: int, given: Mapping[str, Any]) -> int:
     """Write a source as Parquet shards, print a summary, and return the exit code 0.
 
+    Images that cannot be read are left out.
+
     Args:
-        config: The configuration with the source and the output directory.
+        config: The configuration with the source and the output directory. If
+            ``data.limit`` is set, only so many rows are written.
         shard_mb: The size of a shard in MiB.
-        given: The settings that the user gives, by dotted key. Ray is used if
-            ``compute.num_workers`` is among them and not 0.
+        given: The settings of the configuration that the user gives, by dotted key.
+            Tasks of Ray write the shards if ``compute.num_workers`` is among them and
+            not 0; otherwise threads of this process do.
 
     Raises:
-        ConfigError: There is no output directory, or the cluster cannot write to it or
-            is too small.
+        ConfigError: There is no output directory, it holds something else, or the
+            source holds vectors and not images. With Ray: no node can write to the
+            output directory, or no node with a CPU came in time.
     """
     if config.output is None:
         raise ConfigError("uno data pack needs --output DIR, the place for the shards")
@@ -80,22 +85,24 @@ def pack_data(config: Config, shard_mb: int, given: Mapping[str, Any]) -> int:
 def store_on_ray(ray: Any, config: Config) -> Store:
     """Return a function that writes shards by tasks of Ray.
 
-    There are at most as many tasks at a time as workers. Image paths must be valid on
-    every node, and so must an output that is a URI. If the output is a local directory,
-    all tasks run on this node. The labels and other facts of the rows are in the object
-    store. Before this returns, it waits for a node with a free CPU.
+    At most as many tasks as workers run at a time. Image paths must be valid on every
+    node, and so must an output that is a URI. If the output is a local directory, all
+    tasks run on this node. If it is a URI and the cluster has no CPU, this waits for a
+    node.
 
     Args:
         ray: The module ``ray``, connected to a cluster.
         config: The configuration with the output directory and the number of workers.
 
     Returns:
-        A function that takes the output, the rows and the shards to write, and yields
-        each written shard.
+        A function that takes the output directory, the rows of the source, and for each
+        shard to write its name and row numbers. It yields for each written shard its
+        name, its number of rows, and the rows that were left out because their images
+        cannot be read.
 
     Raises:
-        ConfigError: The output is local, and Ray has no CPU on this node; or no node
-            had a place in time.
+        ConfigError: The output is local, and Ray has no CPU on this node; or it is a
+            URI, and no node with a CPU came in time.
     """
     workers, own = config.compute.num_workers, own_node(ray)
     one = override(config, {"compute.num_workers": 1, "compute.device": "cpu"})
@@ -119,7 +126,7 @@ def store_on_ray(ray: Any, config: Config) -> Store:
         Args:
             output: The directory of the pack.
             rows: All rows of the source.
-            shards: The rows of each shard.
+            shards: The name and the row numbers of each shard to write.
         """
         shared = ray.put((without_images(rows), rows.images.reader()))
         here = {NODE: own} if output.is_local else None
@@ -145,7 +152,10 @@ def store_on_ray(ray: Any, config: Config) -> Store:
 
 
 def without_images(rows: Rows) -> Rows:
-    """Return the rows without their images, which are sent to tasks separately."""
+    """Return the rows of a data set with row numbers in the place of their images.
+
+    Ids, labels and other facts stay. The images are sent to tasks separately.
+    """
     return replace(rows, images=InMemory(range(len(rows))))
 
 
@@ -153,13 +163,16 @@ def shard_block(shard: ShardRows, rows: Rows) -> pa.Table:
     """Return the rows of a shard as the Arrow table that is sent to a task.
 
     Args:
-        shard: The row numbers and row groups of the shard.
+        shard: The name of the shard, the numbers of its rows in the source, and the
+            sizes of its Parquet row groups.
         rows: All rows of the source.
 
     Returns:
         A table with a row for each image: the columns ``name`` (of the shard),
         ``group`` (the number of its Parquet row group), ``row`` (its row number in the
-        source), and the columns of :func:`~uno.data.images.to_columns` for the image.
+        source); and either ``number``, under which a reader finds the image, or
+        ``image`` and ``shape``, the image itself, see
+        :func:`~uno.data.images.to_columns`.
     """
     columns = to_columns(rows.images, shard.rows)
     name = pa.DictionaryArray.from_arrays(
@@ -173,14 +186,16 @@ def write_shard(block: pa.Table, target: str, shared: Any) -> pa.Table:
     """Write one Parquet shard, in a task of Ray.
 
     Args:
-        block: A table of :func:`shard_block`.
-        target: The output directory.
-        shared: The reference to a pair: all rows without images; and the reader of
-            images by row number, or None if the table has the images.
+        block: A table of :func:`shard_block`, with all rows of the shard.
+        target: The output directory, a path or URI.
+        shared: The reference to a pair in the object store: all rows of the source
+            without their images, from :func:`without_images`; and the object that reads
+            images by row number, or None if the table has the images themselves.
 
     Returns:
         A table of one row: ``name``, the name of the file; ``rows``, the number of rows
-        in it; and ``bad``, the id and the reason of each row that is left out.
+        of the shard, with those that are left out; and ``bad``, the id and the reason
+        of each row that is left out because its image cannot be read.
     """
     import ray
 

@@ -30,6 +30,7 @@ from pipelines.ray_data import (
 )
 from pipelines.workarounds import NODE
 from uno.config import Config
+from uno.data.decode import Decoding
 from uno.data.files import Storage
 from uno.data.images import Images, InMemory, from_columns, to_columns
 from uno.data.rows import Rows
@@ -88,26 +89,32 @@ def map_through_model(
 ) -> Iterator[pa.Table]:
     """Decode images and map them through a model, with Ray Data.
 
-    Image paths must be valid on every node. The call waits for nodes if the cluster is
-    too small.
+    Image paths must be valid on every node. If the cluster is too small for the
+    workers, this waits for nodes, at most ``compute.wait_minutes``.
 
     Args:
         ray: The module ``ray``, connected to a cluster.
-        config: The configuration, with the number and the resources of workers.
-        blocks: Tables of images to read, with a column ``row``. With ``writers``, each
-            is one partition.
-        decode: Turns such a table into tables of chunks, with decoded pixels.
+        config: The configuration, with the number and the resources of workers. There
+            are as many actors with a model as workers.
+        blocks: Tables with a row for each image to read. They have a column ``row``,
+            the position among all rows, and the columns that ``decode`` takes. With
+            ``writers``, each table is one partition.
+        decode: Is called with such a table in a task, and returns or yields tables of
+            decoded images.
         model: Builds the model of an actor by ``model(device, threads, *loaded)``. The
-            model is called with one chunk at a time, and returns a table of results.
+            model is called with one chunk of decoded images at a time, and returns a
+            table of results.
         loaded: Further arguments for ``model``.
         chunk_rows: The number of rows of a chunk. The last one may have fewer.
         row_bytes: The bytes of the pixels of an image.
-        writers: How results are written to files; None sends them to this process.
+        writers: How actors write the results to files; None sends the results to this
+            process.
         give_up: Returns whether to stop waiting for nodes.
 
     Yields:
-        The results of each chunk, in order; with ``writers``, tables with the column
-        ``number`` of the partitions that were written.
+        The table of results of each chunk, in the order of ``blocks``; with
+        ``writers``, tables with the column ``number``, the numbers of partitions that
+        were written.
 
     Raises:
         ConfigError: The cluster had no place for the workers in time.
@@ -183,14 +190,15 @@ class ModelActor:
 
 
 def threads_of_actor(config: Config, resources: dict[str, float]) -> int:
-    """Return the number of threads of torch in an actor, on the actor's node.
+    """Return the number of threads of torch in an actor, on the node of the actor.
 
-    It is an equal share of the cores of this node for each actor that fits on it.
-    ``compute.threads`` has priority.
+    It is ``compute.threads``, or by default an equal share of the cores of this node
+    for each actor that fits on it.
 
     Args:
         config: The configuration of the run.
-        resources: The resources of an actor (``CPU``, ``GPU``).
+        resources: The amount of each resource that an actor reserves, by its name
+            (``CPU``, ``GPU``).
     """
     import ray
 
@@ -248,14 +256,17 @@ def predict_on_ray(
 
     Args:
         ray: The module ``ray``, connected to a cluster.
-        config: The configuration of the run.
+        config: The configuration of the run, with the number of workers.
         files: The content of the files of the model, by name.
-        writer: Has the rows to classify, and writes the predictions of each partition
-            of rows. Partitions that are written already are not computed again.
-        on_progress: Takes the number of finished rows and of all rows.
+        writer: Has the rows to classify, and writes a Parquet file of predictions for
+            each partition of rows. Partitions that are written already are not computed
+            again.
+        on_progress: Is called with the number of finished rows and the number of all
+            rows.
 
     Returns:
-        The summary of all predictions, after they are joined to one table.
+        The path of the predictions, and the numbers of all, readable and unreadable
+        rows.
     """
     how = InputSpec.of(build_classifier(files), writer.part_rows)
     reader = writer.data.images.reader()
@@ -299,18 +310,24 @@ def encode_on_ray(
 
     Args:
         config: The configuration of the run.
-        files: The content of the files of the model, by name.
-        images: The images of all rows.
+        files: The content of the files of the run's model, by name.
+        images: The images of all rows of the run.
         fallback: Decodes the same batches on this machine, see
-            :data:`uno.results.infer.Decode`. It is used only if Ray fails.
-        batches: Batches of row numbers, int64 (b,).
+            :data:`uno.results.infer.Decode`. It is called only if Ray fails.
+        batches: Batches of row numbers, int64 (b,), at least one.
 
     Returns:
-        For each batch its row numbers, float32 (b, D) with the D features of each
-        image, and for each row the reason why its image cannot be read, or None. If Ray
-        fails, it is the result of ``fallback``.
+        An iterator over tuples, one for each batch: the row numbers; float32 (b, D),
+        the D features of each image; and for each row the reason why its image cannot
+        be read, or None. If Ray fails, it is the result of ``fallback``, with pixels
+        uint8 (b, 3, S, S) instead of features.
+
+    Raises:
+        ConfigError: The cluster had no place for the workers in time.
     """
     rows, size = list(batches), build_classifier(files).size
+    if not rows:
+        return iter(())
     ends = np.cumsum([len(some) for some in rows])
     blocks = (
         pa.table({"row": np.arange(end - len(some), end), **to_columns(images, some)})
@@ -320,7 +337,7 @@ def encode_on_ray(
         decode_block,
         side=size,
         images=images.reader(),
-        interpolation=config.data.interpolation,
+        how=Decoding.of(config.data),
     )
     with ray_env.connect() as ray, suppress(ray.exceptions.RayError):
         loaded = (ray.put(dict(files)),)
@@ -352,8 +369,9 @@ def make_block(data: Rows, rows: np.ndarray) -> pa.Table:
         rows: The numbers of the rows of the partition, int64 (n,).
 
     Returns:
-        A table with the columns ``row``, ``id``, and those of
-        :func:`~uno.data.images.to_columns` for the images.
+        A table with a row for each image: ``row``, its row number; ``id``; and either
+        ``number``, under which a reader finds the image, or ``image`` and ``shape``,
+        the image itself, see :func:`~uno.data.images.to_columns`.
     """
     return pa.table(
         {"row": rows, "id": data.ids_of(rows), **to_columns(data.images, rows)}
@@ -365,14 +383,15 @@ def decode_part(block: pa.Table, reader: Any, how: InputSpec) -> Iterator[pa.Tab
 
     Args:
         block: The table.
-        reader: The reference to the object that reads images by row number; None if the
-            table has the images themselves.
-        how: The size in pixels of the images, and the number of images to decode at
-            once.
+        reader: The reference to the object in Ray's object store that reads the images
+            by the column ``number``; None if the table has the images themselves.
+        how: The size in pixels of the images, how they are resized, and the number of
+            images to decode at once.
 
     Yields:
-        Tables of chunks of rows, with the columns ``row``, ``id``, ``uri``, ``reason``
-        (why the image cannot be read, or null) and ``pixels``.
+        Tables of chunks of rows, with the columns ``row``, ``id``, ``uri`` (the path of
+        the image, or null), ``reason`` (why the image cannot be read, or null) and
+        ``pixels`` (bytes).
     """
     import ray
 

@@ -1,8 +1,8 @@
-"""Read, decode and crop images with Ray Data, by tasks on any node.
+"""Read, decode and crop the images of a run with Ray Data.
 
-An image set that fits into memory is decoded once. Its images are sent to the tasks as
-they are: as paths, encoded bytes, pixels, or numbers of rows in Parquet files. The
-tasks return 8-bit pixels, in order.
+An image set that fits into memory is decoded once, by tasks on any node. Its images are
+sent to the tasks as they are: as paths, encoded bytes, pixels, or numbers of rows in
+Parquet files. The tasks return 8-bit pixels, in order.
 
 A streamed image set is decoded in every epoch, and the views are cropped in the same
 processes. Every rank runs its own executions of Ray Data, so that training can start at
@@ -11,9 +11,9 @@ sent to it, 24 bytes each. The object that reads the images, or images in memory
 the object store, once for each node. The allocator of Ray Data limits how much is read
 ahead.
 
-The processes of an execution are on the node of their rank. They use the CPUs of the
-rank's own placement group and take no further ones from Ray. So no rank waits for the
-CPUs of another, and no node is started for them.
+The processes of such an execution are on the node of their rank. They use the CPUs of
+the rank's own placement group and take no further ones from Ray. So no rank waits for
+the CPUs of another, and no node is started for them.
 """
 
 import logging
@@ -32,7 +32,7 @@ from pipelines.workarounds import NODE
 from uno.config import Config
 from uno.crops import Cropper
 from uno.data import stream
-from uno.data.decode import DecodedBatch, Interpolation, decode_many, ok_mask
+from uno.data.decode import PLAIN, DecodedBatch, Decoding, decode_many, ok_mask
 from uno.data.files import Storage
 from uno.data.images import Images, from_columns, to_columns
 from uno.data.memory import EvalSet, RowBlocks, train_set
@@ -79,21 +79,24 @@ def shared(
 
     Args:
         ray: The module ``ray``, connected to a cluster.
-        config: The configuration of the run.
-        task: The rows of the run.
-        reasons: For each row the reason why it cannot be read, or None. None as a whole
-            if nothing was read yet.
+        config: The configuration of the run. ``data.loading`` says whether images are
+            streamed.
+        task: The N rows of the run, with their classes, splits and encoded images.
+        reasons: For each row the reason why it cannot be read, or None; a single None
+            if no image was read yet. Unreadable rows are left out.
         features: Cached features of a frozen encoder, float32 (N, 1 + V, D), that
             replace the images; None without them.
-        images: The references to blocks of :func:`decode_task`; None if images are not
-            decoded once.
+        images: The references to the tables of decoded images from :func:`decode_task`;
+            None if the run trains on features or streams its images.
 
     Returns:
-        Entries of the dict that :func:`worker_sets` takes: ``num_true``, the number of
-        true classes; references at ``rows`` (the rows and labels for training) and
-        ``truth`` (the true labels); and a reference at ``source`` (encoded images to
-        stream) with one at ``ids`` (of the rows), at ``features`` or at ``images``,
-        whichever the run has.
+        Entries of the dict that :func:`worker_sets` takes. ``num_true`` is the number
+        of known and novel classes that evaluation knows. ``rows`` is the reference to
+        the row numbers and labels for training, and ``truth`` that to the true labels.
+        Streamed images have two more references: ``source``, to the object that reads
+        the encoded images by row number, and ``ids``, to the ids of all rows. Otherwise
+        there is either ``features``, a reference to the array, or ``images``, the given
+        references.
     """
     ok = None if reasons is None else ok_mask(reasons)
     streams = config.data.loading == "streaming"
@@ -115,12 +118,15 @@ def worker_sets(
 
     Args:
         config: The configuration of the run.
-        loop: The result of :func:`shared`, with ``worker_cpus``, the CPUs of a worker.
-        storage: The directory of the run, in which unreadable images are listed.
+        loop: The result of :func:`shared`, and ``worker_cpus``, the number of CPUs that
+            are reserved for a worker.
+        storage: The directory of the run, in which unreadable streamed images are
+            listed.
 
     Returns:
-        The training set; and a function, to be called after training, that returns the
-        evaluation sets by split ("train", "test").
+        The training set, which holds images or features and the labels of labeled rows;
+        and a function, to be called after training, that returns the evaluation sets
+        with true classes, by split ("train", "test").
     """
     import ray
     import ray.train
@@ -132,7 +138,7 @@ def worker_sets(
 
         Args:
             make: Makes an evaluation set from row numbers, true classes, and whether
-                each row is unlabeled in training.
+                training does not see the label of each row.
         """
         return lambda: {
             split: make(*each) for split, each in ray.get(loop["truth"]).items()
@@ -159,7 +165,7 @@ def worker_sets(
     )
     images, ids = ray.get(loop["source"]), ray.get(loop["ids"])
     bad = BadRows(ids, images, config.data.max_bad_fraction, storage)
-    decode = decode_on_ray(ray, loop["source"], side, limits, config.data.interpolation)
+    decode = decode_on_ray(ray, loop["source"], side, limits, Decoding.of(config.data))
     source = stream.StreamedImages(images, side, decode, bad)
     crop = crop_on_ray(ray, loop["source"], limits)
     return stream.StreamSet(source, **rows, crop=crop), truth(
@@ -168,30 +174,31 @@ def worker_sets(
 
 
 def decode_task(
-    ray: Any, task: Task, side: int, interpolation: Interpolation = "bilinear"
+    ray: Any, task: Task, side: int, how: Decoding = PLAIN
 ) -> tuple[list[Any], list[str | None]]:
-    """Decode all images of a task once.
+    """Decode all images of a run once, before training.
 
-    A few images are decoded by this process, more by Ray. No label is sent.
+    Fewer than 2,000 images are decoded by this process, more by tasks of Ray Data. No
+    label is sent to the tasks.
 
     Args:
         ray: The module ``ray``, connected to a cluster.
-        task: The rows of the run.
+        task: All rows of the run, with their encoded images.
         side: The side in pixels of the squares to which images are resized.
-        interpolation: The interpolation of the resizing.
+        how: How the images are resized and scaled to 8 bits.
 
     Returns:
-        References to Arrow tables in the object store with one row for each image, and
-        for each row of the task the reason why its image cannot be read, or None. The
-        columns of a table are ``row``, ``pixels`` (3 * side * side bytes, zeros for an
-        unreadable image) and ``reason``.
+        References to Arrow tables in the object store, which together have one row for
+        each image; and for each row of the run the reason why its image cannot be read,
+        or None. The columns of a table are ``row`` (the row number), ``pixels`` (3 *
+        side * side bytes, zeros for an unreadable image) and ``reason``.
     """
     # Imported here, because tasks that decode do not need it.
     from uno.session.resources import ROWS_PER_BLOCK
 
     images, rows = task.rows.images, np.arange(len(task.rows))
     if len(rows) < FEW_ROWS:
-        pixels, reasons = decode_many(images, side, interpolation=interpolation)
+        pixels, reasons = decode_many(images, side, how=how)
         table = _pixel_table(pixels.flatten(1).numpy(), reasons).append_column(
             "row", pa.array(rows)
         )
@@ -200,9 +207,7 @@ def decode_task(
         image_block(images, rows[i : i + ROWS_PER_BLOCK])
         for i in rows[::ROWS_PER_BLOCK]
     ]
-    decode = partial(
-        decode_block, side=side, images=images.reader(), interpolation=interpolation
-    )
+    decode = partial(decode_block, side=side, images=images.reader(), how=how)
     batches = {
         "batch_format": "pyarrow",
         "batch_size": ROWS_PER_DECODE,
@@ -217,12 +222,12 @@ def decode_task(
 
 
 def pixels_of(tables: Iterable[pa.Table], side: int) -> RowBlocks:
-    """Return the images in the tables of :func:`decode_task`, in the order of rows.
+    """Return the images in the tables of :func:`decode_task`, ordered by row number.
 
     They stay in the object store, which every process of a node reads without a copy.
 
     Args:
-        tables: The tables, in any order.
+        tables: The tables, in any order. Together they have N rows.
         side: The side of the images in pixels.
 
     Returns:
@@ -240,10 +245,10 @@ def pixels_of(tables: Iterable[pa.Table], side: int) -> RowBlocks:
 
 
 def shared_tensor(array: np.ndarray) -> Tensor:
-    """Return an array of Ray's object store as a tensor, without a copy.
+    """Return a NumPy array as a tensor, without a copy and without PyTorch's warning.
 
-    The tensor must not be written, because the array is read-only: Ray shares it
-    between processes.
+    The array can be read-only, as one in Ray's object store, which Ray shares between
+    processes. So the tensor must not be written.
     """
     with warnings.catch_warnings(action="ignore"):
         return torch.from_numpy(array)
@@ -253,12 +258,13 @@ def image_block(images: Images, rows: np.ndarray) -> pa.Table:
     """Return some images as the Arrow table that is sent to a decoding task.
 
     Args:
-        images: The images of all rows.
+        images: The images of all rows of the run, encoded.
         rows: int64 (n,), the row numbers of the images to send.
 
     Returns:
-        A table with the column ``row`` and the columns of
-        :func:`~uno.data.images.to_columns`.
+        A table with a row for each image: ``row``, its row number; and either
+        ``number``, under which a reader finds the image, or ``image`` and ``shape``,
+        the image itself, see :func:`~uno.data.images.to_columns`.
     """
     return pa.table({"row": pa.array(rows), **to_columns(images, rows)})
 
@@ -267,21 +273,23 @@ def decode_block(
     block: pa.Table,
     side: int,
     images: Images | None,
-    interpolation: Interpolation = "bilinear",
+    how: Decoding = PLAIN,
 ) -> pa.Table:
-    """Decode the images of a table of :func:`image_block`, in a task.
+    """Decode the images of a table of :func:`image_block`, in a process of Ray Data.
 
     Args:
         block: The table.
         side: The side in pixels of the squares to which images are resized.
-        images: Reads images by row number; None if the table has the images themselves.
-        interpolation: The interpolation of the resizing.
+        images: Reads the images by the column ``number``; None if the table has the
+            images themselves.
+        how: How the images are resized and scaled to 8 bits.
 
     Returns:
-        A table with the columns ``pixels`` (3 * side * side bytes), ``reason`` (why the
-        image cannot be read, or None) and ``row``.
+        A table with the columns ``pixels`` (3 * side * side bytes, zeros for an
+        unreadable image), ``reason`` (why the image cannot be read, or None) and
+        ``row``.
     """
-    pixels, reasons = decode_many(from_columns(block, images), side, 1, interpolation)
+    pixels, reasons = decode_many(from_columns(block, images), side, 1, how)
     return _pixel_table(pixels.flatten(1).numpy(), reasons).append_column(
         "row", block["row"]
     )
@@ -353,15 +361,17 @@ class Cropping(NamedTuple):
 def cropping_of(ray: Any, workers: int, worker_cpus: float, neighbors: int) -> Cropping:
     """Return the limits for the processes that decode and crop images for this rank.
 
-    There is one process for each CPU of the rank, or of its share of the node if that
-    is more. One CPU is left for the rank itself. All ranks together may use 40% of the
-    object store.
-
     Args:
         ray: The module ``ray``, connected to a cluster.
         workers: The number of ranks.
         worker_cpus: The number of CPUs that are reserved for each rank.
-        neighbors: The number of ranks on this node.
+        neighbors: The number of ranks on this node, with this one.
+
+    Returns:
+        The number of processes, at least 1: the CPUs that are reserved for the rank, or
+        an equal share of the node's CPUs if that is more, without one CPU for the rank
+        itself. And the bytes of object store that an execution of Ray Data may use: an
+        equal share for each rank of 40% of the cluster's object store.
     """
     own = own_node(ray)
     has = next(n["Resources"] for n in ray.nodes() if n["NodeID"] == own)
@@ -379,13 +389,16 @@ def crop_on_ray(
 
     Args:
         ray: The module ``ray``, connected to a cluster.
-        source: The reference to the images of all rows.
-        limits: The number of processes, and the part of the object store that they may
+        source: The reference to an object in Ray's object store: the images of the run,
+            which are read by row number.
+        limits: The number of processes, and the bytes of the object store that they may
             use.
 
     Returns:
-        A function that takes a :class:`~uno.data.stream.CropJob` (the rows of some
-        training steps) and yields the cropped views of its rows in order, in chunks.
+        A function that takes a :class:`~uno.data.stream.CropJob`, the rows that this
+        rank needs in some training steps. It yields the cropped views of these rows in
+        order, in chunks: uint8 (n, bytes of all views of a row), and for each row the
+        reason why its image cannot be read, or None.
     """
 
     def chunks(job: CropJob) -> Generator[Chunk, None, None]:
@@ -404,14 +417,15 @@ def crop_on_ray(
 
 
 def places(of: References) -> pa.Table:
-    """Return references to rows of a batch as the Arrow table that is sent to a task.
+    """Return which rows some training steps need, as the table for a cropping task.
 
     Args:
-        of: For each row the training step, the position in the global batch, and the
-            row number: three arrays int64 (n,).
+        of: Three arrays int64 (n,) with an entry for each row: the number of the
+            training step, the position in the global batch of that step, and the row
+            number.
 
     Returns:
-        A table with the columns ``step``, ``position`` and ``row``.
+        An Arrow table with the columns ``step``, ``position`` and ``row``.
     """
     return pa.table(dict(zip(("step", "position", "row"), of, strict=True)))
 
@@ -421,7 +435,7 @@ def decode_on_ray(
     source: Any,
     side: int,
     limits: Cropping,
-    interpolation: Interpolation = "bilinear",
+    how: Decoding = PLAIN,
 ) -> Callable[[Iterable[np.ndarray]], Iterator[DecodedBatch]]:
     """Return a function that decodes batches of images by processes of Ray Data.
 
@@ -429,18 +443,19 @@ def decode_on_ray(
 
     Args:
         ray: The module ``ray``, connected to a cluster.
-        source: The reference to the images of all rows.
+        source: The reference to an object in Ray's object store: the images of the run,
+            which are read by row number.
         side: The side in pixels of the squares to which images are resized.
-        limits: The number of processes, and the part of the object store that they may
+        limits: The number of processes, and the bytes of the object store that they may
             use.
-        interpolation: The interpolation of the resizing.
+        how: How the images are resized and scaled to 8 bits.
 
     Returns:
         A function that takes batches of row numbers int64 (b,), and yields for each
         batch its row numbers, its pixels uint8 (b, 3, side, side), and for each row the
         reason why its image cannot be read, or None.
     """
-    decode = partial(decode_block, side=side, interpolation=interpolation)
+    decode = partial(decode_block, side=side, how=how)
     run = _execution_runner(ray, decode, source, limits, CHUNK_BYTES)
 
     def decoded(batches: Iterable[np.ndarray]) -> Iterator[DecodedBatch]:
@@ -464,10 +479,11 @@ def _crop(
     """Crop the views of the rows of a table of :func:`places`, in a Ray actor.
 
     Args:
-        block: The table.
-        images: The images of all rows.
-        cropper: Cuts the views of the training steps.
-        chunk_rows: The number of rows of each result.
+        block: The table: a training step, a position in its batch and a row number for
+            each row.
+        images: The images of the run, which are read by row number.
+        cropper: Cuts the views. Its random numbers depend on the step and the position.
+        chunk_rows: The number of rows of each result. The last one may have fewer.
 
     Yields:
         Tables with the columns ``pixels`` (the bytes of all views of a row) and
@@ -486,14 +502,17 @@ def _crop(
 def in_executions(run: Run, groups: Iterator[list[pa.Table]]) -> Iterator[pa.Table]:
     """Run one execution of Ray Data after the other, and yield all results in order.
 
-    The inputs of the next execution are stored while results of this one are read.
+    The next execution is started, and its inputs are stored, while results of this one
+    are read.
 
     Args:
-        run: Runs one execution: takes its input tables and yields its results.
+        run: Starts one execution: takes its input tables, and returns an iterator over
+            its results.
         groups: The input tables of each execution.
 
     Yields:
-        The tables that the executions return, as many rows as went in.
+        The tables that the executions return, with as many rows in all as the input
+        tables.
     """
 
     def prepare() -> tuple[int, Iterator[pa.Table]] | None:
@@ -518,14 +537,14 @@ def in_executions(run: Run, groups: Iterator[list[pa.Table]]) -> Iterator[pa.Tab
 def whole_epochs(epochs: Iterable[Iterable[pa.Table]]) -> Iterator[list[pa.Table]]:
     """Join the tables of consecutive epochs to groups, one for each Ray Data execution.
 
-    A group consists of whole epochs. It ends as soon as it has at least
-    ``EXECUTION_BLOCKS`` tables. The last group may have fewer.
+    A group consists of whole epochs. It ends after the epoch with which it has at least
+    1,000 tables. The last group may have fewer.
 
     Args:
         epochs: The tables of each epoch.
 
     Yields:
-        The tables of a group.
+        The tables of a group, a list.
     """
     group: list[pa.Table] = []
     for epoch in epochs:
@@ -542,15 +561,15 @@ def grouped(
 ) -> Iterator[list[pa.Table]]:
     """Join consecutive tables to groups of limited size, each for one execution.
 
-    A group is executed as one dataset of Ray Data. It ends as soon as it has at least
-    128 MiB, or at least ``max_rows`` rows.
+    A group is executed as one dataset of Ray Data. It ends with the table with which it
+    has at least 128 MiB, or at least ``max_rows`` rows. The last group may be smaller.
 
     Args:
         blocks: The tables.
         max_rows: The number of rows that ends a group; None if only bytes count.
 
     Yields:
-        The tables of a group.
+        The tables of a group, a list.
     """
     group: list[pa.Table] = []
     rows = size = 0
@@ -595,16 +614,18 @@ def _execution_runner(
 
     Args:
         ray: The module ``ray``, connected to a cluster.
-        function: Is called with each table, and with the images as the keyword
-            ``images``.
-        source: The reference to the images of all rows.
-        limits: The number of actors, and the part of the object store that they may
+        function: Is called in an actor with each table, and with the images of the run
+            as the keyword ``images``. It returns or yields tables.
+        source: The reference to these images, an object in Ray's object store that
+            reads them by row number. Each actor loads the object once.
+        limits: The number of actors, and the bytes of the object store that they may
             use.
         chunk_bytes: The bytes of a result of ``function``. Ray Data passes a result of
             this size on at once.
 
     Returns:
-        A function that takes tables, and yields the results in order.
+        A function that takes a list of tables, and returns an iterator over the results
+        in order.
     """
 
     def run(blocks: list[pa.Table]) -> Iterator[pa.Table]:
@@ -633,7 +654,7 @@ def make_dataset(blocks: list[pa.Table], store: float | None = None) -> Any:
 
     Ray Data would end an execution with an error after 30 minutes without progress,
     also if it waits for a node, or if nobody takes its results. This is switched off
-    here, and a busy execution starts no further nodes.
+    here, and a busy execution starts no further nodes. Nothing is executed yet.
 
     Args:
         blocks: The tables, which become the blocks of the dataset.
@@ -661,11 +682,16 @@ def in_order(dataset: Any, num_rows: int | None = None) -> Iterator[pa.Table]:
     """Execute a dataset of Ray Data, and yield its rows in order, as Arrow tables.
 
     Args:
-        dataset: The dataset.
-        num_rows: The number of rows of each table; None for the blocks as they are.
+        dataset: The dataset, from :func:`make_dataset`.
+        num_rows: The number of rows of each table, except for the last one; None for
+            the blocks of the dataset as they are.
+
+    Yields:
+        The tables.
 
     Raises:
         UnoError: A task raised it. It is raised here without Ray's traceback.
+        Exception: Another error of Ray Data or of a task, as Ray raises it.
     """
     try:
         yield from dataset.iter_batches(
@@ -678,10 +704,12 @@ def in_order(dataset: Any, num_rows: int | None = None) -> Iterator[pa.Table]:
 def own_error(error: BaseException | None) -> UnoError | None:
     """Return the UnoError that made a task of Ray fail, or None if there is none.
 
-    Only the first line of its text is kept, because Ray adds lines and a traceback.
-
     Args:
         error: The error that Ray raised, with its causes.
+
+    Returns:
+        A new error of the same class with only the first line of its text, because Ray
+        adds lines and a traceback.
     """
     while error is not None:
         cause = getattr(error, "cause", None)

@@ -46,13 +46,14 @@ def connect(
     """Connect to a Ray cluster during a ``with`` block.
 
     The cluster is that of :func:`cluster_address`. Without one, a private cluster is
-    started on this machine and ended with the block. An existing connection is used and
-    left open.
+    started on this machine and ended with the block. If this process is connected to
+    Ray already, that connection is used and left open.
 
     Args:
-        store_bytes: The size of the object store of a private cluster; None for Ray's
-            default.
-        workers: The number of workers, which is printed for the user; 0 prints nothing.
+        store_bytes: The size in bytes of the object store of a private cluster; None
+            for Ray's default.
+        workers: The number of workers in the line that is printed for the user; 0
+            prints no line.
         keep_idle: Whether a private cluster keeps idle processes of tasks, one for each
             CPU. Otherwise a process ends a second after its last task.
 
@@ -124,15 +125,20 @@ def _start(
     """Call ``ray.init``, and keep signals from Ray's processes meanwhile.
 
     A terminal sends Ctrl-C and SIGHUP to Ray's processes as well, which would end them.
+    Ray sets a handler for SIGTERM; if this process had one of its own, that one is set
+    again.
 
     Args:
         ray: The module.
-        address: The address of the cluster, for errors; None for a private one.
-        options: The arguments of ``ray.init``.
-        variables: Environment variables of Ray's processes only.
+        address: The address of the cluster, for error messages; None for a private
+            cluster.
+        options: The keyword arguments of ``ray.init``.
+        variables: Environment variables that Ray's processes get, and that this process
+            has only during the call.
 
     Returns:
-        The numbers of the signals that came meanwhile. The caller raises them again.
+        The numbers of the signals that came meanwhile: SIGINT and SIGHUP. The caller
+        raises them again.
 
     Raises:
         ConfigError: The cluster cannot be reached, or Ray does not start.
@@ -186,7 +192,8 @@ def _start(
 def _with_token_advice(error: Exception) -> str:
     """Return the error of a failed connection to a cluster as one line, with advice.
 
-    The advice is about tokens. A missing or wrong token is the usual cause, and Ray's
+    The advice says how to set the token of a cluster with token authentication
+    (``RAY_AUTH_MODE=token``). A missing or wrong token is the usual cause, and Ray's
     own text does not name it.
     """
     mode = os.environ.get(AUTH_MODE, "")
@@ -206,8 +213,9 @@ def cluster_address() -> str | None:
     """Return the address of the running Ray cluster that a command uses, or None.
 
     It is ``RAY_ADDRESS``, which is set in Ray jobs. Otherwise it is a cluster that
-    ``ray start`` has started on this machine, as for Ray's own commands. None means
-    that the command starts a private cluster; ``RAY_ADDRESS=local`` asks for that.
+    ``ray start`` has started on this machine, as for Ray's own commands, if it accepts
+    a connection. None means that the command starts a private cluster on this machine;
+    ``RAY_ADDRESS=local`` asks for that.
     """
     given = os.environ.get(ADDRESS)
     if given:
@@ -219,14 +227,15 @@ def cluster_address() -> str | None:
 def in_thread(
     function: Callable[[], T], on_poll: Callable[[], None] = lambda: None
 ) -> T:
-    """Call a function in a thread, wait for it, and return its result.
+    """Call a function in a new thread, wait for it, and return its result.
 
-    Off the main thread Ray does not change signal handlers.
+    It is used for functions of Ray that change signal handlers if they run in the main
+    thread.
 
     Args:
         function: The function. An error that it raises is raised here.
-        on_poll: Is called in the calling thread every half second while it waits. An
-            error that it raises ends the wait.
+        on_poll: Is called in the calling thread every half second during the wait. An
+            error that it raises ends the wait, but not the thread.
     """
     result: Future[T] = Future()
 
@@ -247,11 +256,12 @@ def in_thread(
 def check_address(address: str) -> None:
     """Check that a Ray cluster accepts connections at an address ``host:port``.
 
-    Ray itself would try for minutes, without a message.
+    Ray itself would try for minutes, without a message. An address of another form is
+    accepted without a check, except for that of a dashboard.
 
     Raises:
-        ConfigError: The address does not accept a connection within 10 s, or it is that
-            of the dashboard, which only ``ray job submit`` takes.
+        ConfigError: The address does not accept a connection within 10 s, or it is the
+            ``http://`` address of a dashboard, which only ``ray job submit`` takes.
     """
     if address.startswith(("http://", "https://")):
         raise ConfigError(
@@ -273,7 +283,7 @@ def _connection_error(address: str, seconds: float) -> Exception | None:
 
     Args:
         address: The address.
-        seconds: The timeout.
+        seconds: The longest wait for the connection.
     """
     host, _, port = address.rpartition(":")
     if host and "/" not in host and port.isdigit():
@@ -289,10 +299,13 @@ def worker_resources(config: Config, cluster: dict[str, float]) -> dict[str, flo
 
     Args:
         config: The configuration of the run, with the number of workers.
-        cluster: The resources of the cluster, as Ray counts them (``CPU``, ``GPU``).
+        cluster: The amount of each resource of the whole cluster, by Ray's name of it
+            (``CPU``, ``GPU``).
 
     Returns:
-        The number of ``CPU`` of a worker, and of ``GPU`` if workers use GPUs.
+        ``CPU``: ``compute.cpus_per_worker``, by default an equal share of the other
+        CPUs, but at most 1. ``GPU``, only if workers use GPUs (see :func:`use_gpu`):
+        ``compute.gpus_per_worker``.
 
     Raises:
         ConfigError: The cluster has too few CPUs or GPUs for all workers.
@@ -322,13 +335,16 @@ def task_request(config: Config, cluster: dict[str, float]) -> dict[str, float]:
 
     Args:
         config: The configuration of the run.
-        cluster: The resources of the cluster, as Ray counts them (``CPU``, ``GPU``).
+        cluster: The amount of each resource of the whole cluster, by Ray's name of it
+            (``CPU``, ``GPU``).
 
     Returns:
-        ``num_cpus`` and ``num_gpus``, as ``ray.remote`` takes them.
+        ``num_cpus``, which is 1; and ``num_gpus``, which is ``compute.gpus_per_worker``
+        if workers use GPUs (see :func:`use_gpu`), and else 0. ``ray.remote`` takes
+        both.
 
     Raises:
-        ConfigError: The cluster has too few of them for a single task.
+        ConfigError: The cluster has too few CPUs or GPUs for a single task.
     """
     gpus = config.compute.gpus_per_worker if use_gpu(config, cluster) else 0
     if cluster.get("GPU", 0) < gpus:
@@ -343,12 +359,14 @@ def task_request(config: Config, cluster: dict[str, float]) -> dict[str, float]:
 def use_gpu(config: Config, cluster: dict[str, float]) -> bool:
     """Return whether the workers of a run use GPUs.
 
-    ``compute.device`` says so. ``auto`` means GPUs if the cluster has any, unless
-    ``compute.gpus_per_worker`` is 0.
+    If ``compute.device`` is ``cuda`` they do, and if it is ``cpu`` they do not. With
+    ``auto`` they do if the cluster has any GPU, unless ``compute.gpus_per_worker`` is
+    0.
 
     Args:
         config: The configuration of the run.
-        cluster: The resources of the cluster, as Ray counts them (``CPU``, ``GPU``).
+        cluster: The amount of each resource of the whole cluster, by Ray's name of it
+            (``CPU``, ``GPU``).
     """
     if config.compute.device == "auto":
         return cluster.get("GPU", 0) > 0 and config.compute.gpus_per_worker > 0

@@ -18,6 +18,9 @@ RUNNER = Literal["auto", "processes", "ray"]
 def _describe_table(name: str) -> str:
     """Return the names of a table's data sets and rows, as a paragraph of the help.
 
+    The data sets of the scale ``small`` come first, then those of the scale ``full``,
+    then the rows of both scales.
+
     Args:
         name: The name of the table.
     """
@@ -80,13 +83,15 @@ What --datasets and --rows choose from (cifar100_20 is cifar100-20):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the missing cells (training runs) of a table, and write the table.
+    """Run the missing cells (training runs) of a paper's table, and write the table.
+
+    With ``--dry-run`` the missing cells are only listed.
 
     Args:
         argv: The arguments after ``uno reproduce``.
 
     Returns:
-        The exit code.
+        The exit code 0. A failed cell raises an error after the table is written.
     """
     options = parse(argv, REPRODUCE)
     from pipelines import tables

@@ -93,9 +93,10 @@ class Request(NamedTuple):
 
     @property
     def lacking(self) -> list[Benchmark]:
-        """The data sets of the table whose directory the user has not given.
+        """The data sets of the table whose directory is needed and was not given.
 
-        Only ``--dry-run`` accepts a table with such data sets.
+        The directory is given by an option such as ``--cifar10``. Only ``--dry-run``
+        accepts a table with such data sets.
         """
         options = {
             name
@@ -110,7 +111,11 @@ class Request(NamedTuple):
 
     @property
     def compute(self) -> ComputeConfig:
-        """The section ``compute`` of the cells' configuration, with device and more."""
+        """The section ``compute`` of the configuration of all cells.
+
+        It has the values that the user gives on the command line, and else the
+        defaults.
+        """
         own = {
             key: value
             for key, value in self.changes.items()
@@ -129,8 +134,10 @@ def main(options: Options, argv: Sequence[str]) -> int:
         argv: The arguments after ``uno reproduce``.
 
     Raises:
-        UnoError: The command line has a mistake, or a cell failed.
-        Interrupted: The process got a signal, or cells are missing.
+        UnoError: The command line has a mistake, or a cell failed. In the second case
+            the other cells were run, and the table is written without the failed ones.
+        Interrupted: This process got a signal to stop; or the process of a cell was
+            interrupted or killed, so that the table is written without this cell.
     """
     request = read_request(options, argv)
     jobs = plan(request)
@@ -152,10 +159,11 @@ def read_request(options: Options, argv: Sequence[str]) -> Request:
 
     Args:
         options: The options of the command line.
-        argv: The arguments after ``uno reproduce``.
+        argv: The arguments after ``uno reproduce``, which are printed with the table.
 
     Raises:
-        ConfigError: The command line has a mistake, or data is missing.
+        ConfigError: The command line has a mistake, or the directory of a data set is
+            not given.
     """
     own, given = options.args, options.overrides
     on_own = is_custom_data(given) and {"data.source", "data.labeled"} & given.keys()
@@ -220,16 +228,16 @@ OWN_DATA = ("preset", "data.source", "data.labeled", "data.unlabeled")
 def _on_own_data(table: Table, options: Options) -> Table:
     """Return a table whose only data set is the one that the user's options name.
 
-    The data is read, and the settings that depend on it are derived here once for all
-    cells.
+    The data is read. The settings that depend on it, and the free memory of this
+    machine or of the cluster, are found out here once for all cells.
 
     Args:
         table: The table.
         options: The options of the command line.
 
     Raises:
-        ConfigError: No unlabeled image has a true class, so no accuracy can be
-            computed.
+        ConfigError: The data cannot be read; or no unlabeled image has a true class, so
+            that no accuracy can be computed.
     """
     config = override(options.config, {"output": None})
     found, task = resolve(config, options.overrides, True, nodes.free_memory)
@@ -267,11 +275,12 @@ def _feature_cache_settings(given: Mapping[str, Any]) -> dict[str, Any]:
         given: The settings of the user, by dotted key.
 
     Returns:
-        ``model.weights`` and ``compute.cache`` as full paths, because cells can run in
-        other directories.
+        ``model.weights``, the file of the encoder's weights; and ``compute.cache``, the
+        directory of caches that the user gave, or the default one. Both are full paths,
+        because cells can run in other directories.
 
     Raises:
-        ConfigError: The weights of the encoder are not a file.
+        ConfigError: The user gave no file of weights.
     """
     source = given.get("model.weights")
     if not is_file(source):
@@ -294,11 +303,14 @@ def _select_parts(
 
     Args:
         table: The table.
-        args: The options ``datasets``, ``rows`` and ``scale`` of the command line.
-        directories: The directories of data sets that were given, by option.
+        args: The options ``datasets``, ``rows``, ``scale`` and ``dry_run`` of the
+            command line. An empty list of data sets or rows means all of them.
+        directories: The directories of data sets that the user gave, by option, such as
+            ``cifar10``.
 
     Raises:
-        ConfigError: A name is unknown, or a directory is missing.
+        ConfigError: A name is unknown; or the directory of a chosen data set is not
+            given, except with ``--dry-run``.
     """
     benchmarks = {benchmark.key: benchmark for benchmark in table.benchmarks}
     rows = {row.key: row for row in table.rows}
@@ -335,15 +347,18 @@ def _select_parts(
 def plan(request: Request) -> list[CellProcess]:
     """Return the jobs that produce the missing results, in an order that can be run.
 
-    A job is a cell, or what cells start from: a pretraining, or a job that puts the
-    features of a frozen encoder into the cache. It comes before its cells. Cells that
-    diverged are not tried again.
+    A job is a cell (training run), or what cells start from: a pretraining, or a job
+    that puts the features of a frozen encoder into the cache. It comes before its
+    cells. A cell is left out if it has a result, or if its training diverged in an
+    earlier attempt.
 
     Args:
         request: The table with its cells, and the output directory.
 
     Raises:
-        ConfigError: The data has a mistake, or a directory holds another cell.
+        ConfigError: The data has a mistake; or the directory of a cell or pretraining
+            holds a run of other settings, of another version of the user's encoder, or
+            of a version of this program with other numerics.
     """
     lacking = {benchmark.key for benchmark in request.lacking}
     _check_data(
@@ -398,13 +413,16 @@ def plan(request: Request) -> list[CellProcess]:
 
 
 def _check_data(configs: Sequence[Config]) -> None:
-    """Check the data of cells before a run, once for each data set and its classes.
+    """Check the data of cells before any cell is run.
+
+    Cells with the same data, batch size and augmentation are checked once.
 
     Args:
         configs: The configurations of the cells.
 
     Raises:
-        ConfigError: A check found an error.
+        ConfigError: A cell could not be trained with its data, for example because
+            there are fewer rows than a batch has.
     """
     for config in {
         (c.data, c.train.batch_size, c.augment): c for c in configs
@@ -420,7 +438,9 @@ def _check_data(configs: Sequence[Config]) -> None:
 def _check_stored(run: Path, config: Config, code: dict[str, str] | None) -> None:
     """Check that a run in a directory has the settings that this command would use.
 
-    A directory without a configuration is accepted.
+    A directory without a configuration is accepted. Weights that the encoder starts
+    from may differ unless it is frozen, and a number of novel classes that is estimated
+    may differ.
 
     Args:
         run: The directory of the run.
@@ -452,12 +472,15 @@ def _check_stored(run: Path, config: Config, code: dict[str, str] | None) -> Non
 def _check_numerics(run: Path) -> None:
     """Check that the results of a run can be compared with those of this version.
 
+    The environment file of a run has a number for the way in which it was computed, its
+    numerics. It changes if a new version of this program gives other results.
+
     Args:
         run: The directory of the run. One without a run is accepted.
 
     Raises:
-        ConfigError: The run was made by a version with other numerics (see
-            ``CHANGELOG.md``), so its results may differ.
+        ConfigError: The run was made with other numerics (see ``CHANGELOG.md``), so its
+            results may differ.
     """
     facts = read_mapping(Storage(str(run)), ENVIRONMENT_FILE) or {}
     numerics = facts.get("numerics", NUMERICS)
@@ -472,11 +495,13 @@ def _config_to_resume(run: Path, config: Config) -> Config:
     """Return the configuration with which an unfinished pretraining can be resumed.
 
     Cells of several methods share a pretraining. It was begun with the discovery
-    settings of the cell that was first then, and it resumes only with these.
+    settings of the cell that was the first one to need it at that time, and it resumes
+    only with these. They are read from the directory.
 
     Args:
         run: The directory of the pretraining, which need not exist.
-        config: The configuration of the cell that is first now.
+        config: The configuration of the cell that is the first one to need it now. It
+            is returned if the directory has no configuration.
     """
     if not (run / "config.yaml").exists():
         return config
@@ -491,11 +516,13 @@ def _config_to_resume(run: Path, config: Config) -> Config:
 
 
 def _describe(request: Request, jobs: Sequence[CellProcess]) -> None:
-    """Print the jobs that are missing, and the expected minutes if they were measured.
+    """Print the jobs that are missing, and how long they will take, for ``--dry-run``.
+
+    The minutes are printed if the cells of this scale have been measured.
 
     Args:
         request: The table with its cells.
-        jobs: The jobs without a result.
+        jobs: The jobs without a result: cells, and what they start from.
     """
     todo, num_cells = {job.name for job in jobs}, len(request.cells)
     minutes = [cell.benchmark.minutes for cell in request.cells if cell.name in todo]
@@ -537,11 +564,14 @@ def _describe(request: Request, jobs: Sequence[CellProcess]) -> None:
 def run_missing(request: Request, jobs: Sequence[CellProcess]) -> None:
     """Run jobs as processes, and print one line for each that ends.
 
+    The output directory is locked meanwhile. A job that fails does not end the others.
+
     Args:
         request: The table with its cells, and the output directory.
         jobs: The jobs without a result, in an order that can be run.
 
     Raises:
+        ConfigError: There is no room for a cell, or another command uses the directory.
         Interrupted: The process got a signal. All jobs have saved and ended.
     """
     if not jobs:
@@ -578,13 +608,21 @@ def run_missing(request: Request, jobs: Sequence[CellProcess]) -> None:
 def cell_runner(request: Request) -> Iterator[tuple[Start, int]]:
     """Choose whether cells run as processes on this machine or in tasks of Ray.
 
-    A cluster is connected inside the ``with`` block.
+    ``--runner`` says so. ``auto`` means tasks of Ray if a cluster runs already, or if
+    this machine has several GPUs and the device is not ``cpu``. Cells that have Ray
+    workers themselves always run as processes on this machine. If tasks of Ray run
+    them, Ray is connected inside the ``with`` block.
 
     Args:
         request: The table with its cells, and the options of the command line.
 
     Yields:
-        A function that starts a process, and how many of them run at a time.
+        A function that starts a process, which takes the words of a command and a log
+        file; and the number of processes that run at a time.
+
+    Raises:
+        ConfigError: This machine lacks the device that cells need, or the cluster has
+            no room for a cell.
     """
     compute, parallel = request.compute, request.args.parallel
     several = ray_env.cluster_address() is not None or (
@@ -610,9 +648,13 @@ def cells_at_once(
 ) -> tuple[int, dict[str, float]]:
     """Return how many cells (training runs) a cluster holds at a time.
 
+    A cell on a GPU reserves ``compute.gpus_per_worker`` GPUs and no CPU. Another cell
+    reserves ``compute.threads`` CPUs, by default 1, but not more than the cluster has.
+
     Args:
         config: A configuration with the section ``compute`` of the cells.
-        cluster: The resources of the cluster, as Ray counts them (``CPU``, ``GPU``).
+        cluster: The amount of each resource of the whole cluster, by Ray's name of it
+            (``CPU``, ``GPU``).
 
     Returns:
         The number of cells, and the resources of each (``num_cpus``, ``num_gpus``).
@@ -633,11 +675,12 @@ def cells_at_once(
 def _default_parallel(compute: ComputeConfig) -> int:
     """Return how many cells run at a time on this machine without ``--parallel``.
 
-    It is 1 if a cell has several workers; else the number of GPUs, or without GPUs the
-    number of cores divided by the threads of a cell.
+    It is 1 if cells have Ray workers; else the number of GPUs, if there are any and the
+    device is not ``cpu``; else the number of cores divided by ``compute.threads``, and
+    1 if that is not set.
 
     Args:
-        compute: The configuration section of all cells.
+        compute: The section ``compute`` of the configuration of all cells.
     """
     if compute.num_workers:
         return 1  # A cell has several processes.
@@ -648,14 +691,19 @@ def _default_parallel(compute: ComputeConfig) -> int:
 
 
 def write_tables(request: Request) -> None:
-    """Write the table with the results of all cells, and print it.
+    """Write the table with the results of all cells (training runs), and print it.
+
+    Cells without a result are left out of the means.
 
     Args:
         request: The table with its cells, and the output directory.
 
     Raises:
-        UnoError: Cells failed. The class is that of the first cell's error.
-        Interrupted: Cells are missing.
+        UnoError: Cells failed; the table is written first. The error is a ConfigError
+            or a NumericsError if the first of them ended with the exit code of one, and
+            else a StorageError.
+        Interrupted: No cell failed, but some have no result, because their processes
+            were interrupted or killed; the table is written first.
     """
     attempts = read_attempts(request.output)
     results = summary.read(

@@ -26,7 +26,7 @@ import uno.runs.run as training
 from pipelines import nodes, ray_data, ray_env, workarounds
 from pipelines.features import compute_on_ray
 from uno.config import Config, override, to_dict
-from uno.data.decode import ok_mask
+from uno.data.decode import Decoding, ok_mask
 from uno.data.files import Storage, join, split
 from uno.data.memory import keep_pixels
 from uno.distributed import GroupWorker
@@ -95,16 +95,18 @@ class Messages:
         """Return all messages that have come to the driver since the last call.
 
         Returns:
-            Pairs of a kind and a content: ``("begun", group id)``, ``("metrics",
-            line)``, ``("drained", "")`` or ``("lost", reason)``.
+            Pairs of a kind and a content: ``("begun", group id)``, when a group of
+            workers begins; ``("metrics", metrics by name)``; ``("drained", "")``, when
+            a group leaves a node that is being drained; or ``("lost", reason)``, when
+            Ray Train replaces a group.
         """
         return list(self.to_driver.get_nowait_batch(self.to_driver.qsize()))
 
     def send_token(self, group: str, token: str) -> None:
-        """Send the lock's token for a group of workers from the driver to rank 0.
+        """Send a token of the run's lock from the driver to rank 0 of a group.
 
         Args:
-            group: The id of the group.
+            group: The id of the group, from its message ``begun``.
             token: The token with which the group may write to the run directory.
         """
         self._to_rank_0.put((group, token))
@@ -112,7 +114,8 @@ class Messages:
     def begin(self) -> str:
         """Tell the driver that a group of workers begins, and wait for its lock token.
 
-        Only rank 0 calls this.
+        Only rank 0 calls this. The driver replaces the lock's token for each group, so
+        that workers of the group before can write no more.
 
         Returns:
             The token with which the group may write to the run directory.
@@ -147,9 +150,9 @@ class RayWorker(GroupWorker):
         self._messages, self.preempted = messages, False
 
     def report(self, metrics: dict[str, Any]) -> None:
-        """Set Ray's gauges to a line of training metrics, and send it to the driver.
+        """Set this rank's gauges of Ray to a line of training metrics.
 
-        Only rank 0 sends the line.
+        Rank 0 also sends the line to the driver.
 
         Args:
             metrics: The metrics by name, with ``phase``.
@@ -162,7 +165,8 @@ class RayWorker(GroupWorker):
         """Return whether to stop before a training step, the same on all ranks.
 
         A group stops if the user has asked for it, or if one of its nodes is being
-        drained.
+        drained. The second is looked for every 50 steps; the attribute ``preempted`` is
+        then set, and rank 0 tells the driver.
 
         Args:
             step: The number of the step.
@@ -176,9 +180,9 @@ class RayWorker(GroupWorker):
         return self.preempted or super().should_stop(step)
 
     def asked_to_stop(self) -> bool:
-        """Return whether the driver has asked to stop, by a STOP file.
+        """Return whether the driver has asked to stop, by a file in the run directory.
 
-        The file is in the run directory.
+        The file is named ``STOP``.
         """
         return self._storage.exists(STOP_FILE)
 
@@ -210,7 +214,7 @@ class Gauges:
         }
 
     def set(self, metrics: Mapping[str, Any]) -> None:
-        """Set the gauges to the numbers of a line of training metrics.
+        """Set Ray's gauges of this rank to the numbers of a line of training metrics.
 
         Args:
             metrics: The metrics by name. Those without a gauge are ignored. ``phase``
@@ -226,15 +230,16 @@ def train_loop(loop: dict[str, Any]) -> dict[str, Any]:
     """Train and evaluate a run, on every worker: Ray Train's ``train_loop_per_worker``.
 
     Args:
-        loop: Values by name: ``config``, the configuration as a dict; ``output``, the
-            run directory; ``phases``, the names of the phases to train; ``evaluate``,
-            whether to evaluate after them; ``worker_cpus``, the CPUs of a worker;
-            ``messages``, the :class:`Messages`; and the result of
-            :func:`pipelines.ray_data.shared`.
+        loop: Values by name: ``config``, the configuration as a nested dict;
+            ``output``, the run directory; ``phases``, the names of the phases to train;
+            ``evaluate``, whether to evaluate after them; ``worker_cpus``, the CPUs of a
+            worker; ``messages``, the :class:`Messages` to and from the driver; and the
+            references to the data from :func:`pipelines.ray_data.shared`.
 
     Returns:
         ``{"metrics": metrics by name}``, which are empty without ``evaluate``; or
-        ``{"interrupted": reason}``.
+        ``{"interrupted": reason}`` if the user has asked to stop and a checkpoint is
+        saved.
 
     Raises:
         Preempted: A node is being drained. A checkpoint is saved.
@@ -264,11 +269,13 @@ def train_rank(
         config: The configuration of the run.
         loop: The argument of :func:`train_loop`.
         worker: This rank.
-        storage: The directory of the run.
+        storage: The directory of the run, which can be written while the lock has the
+            token of this group.
 
     Returns:
         ``{"metrics": metrics by name}``, which are empty if the run is not evaluated;
-        or ``{"interrupted": reason}``.
+        or ``{"interrupted": reason}`` if the user has asked to stop and a checkpoint is
+        saved.
 
     Raises:
         Preempted: A node is being drained. A checkpoint is saved.
@@ -296,14 +303,14 @@ def train_rank(
 def rank_threads(config: Config, device: torch.device, neighbors: int) -> int:
     """Return the number of threads of torch in a rank.
 
-    It is the rank's share of the cores of its node. It is 1 if a GPU computes and
-    images are streamed, because the processes that decode need the cores.
-    ``compute.threads`` has priority.
+    It is ``compute.threads`` if that is set. Otherwise it is 1 if a GPU computes and
+    images are streamed, because the processes that decode need the cores. Otherwise it
+    is the rank's equal share of the cores of its node.
 
     Args:
         config: The configuration of the run.
         device: The device of the rank.
-        neighbors: The number of ranks on this node.
+        neighbors: The number of ranks on this node, with this one.
     """
     threads = num_threads(config, neighbors)
     decodes = config.data.loading == "streaming" and device.type == "cuda"
@@ -314,19 +321,23 @@ def run_on_ray(run: Run, show: Show) -> dict[str, float]:
     """Train and evaluate a run on Ray: Ray Data decodes, and Ray Train trains.
 
     If the run is evaluated and its images are not streamed, ``run.task`` keeps the
-    decoded images, or the features, for the report and the predictions. Images that
-    are decoded for training, and not streamed, are in Ray's object store: this process
-    then stays connected to Ray until ``run.cleanup`` is closed. Otherwise it
-    disconnects before it returns.
+    decoded images, or the features of a frozen encoder, for the report and the
+    predictions.
+
+    If images are streamed, or features take their place, this process disconnects from
+    Ray before it returns. Otherwise the decoded images are in Ray's object store, and
+    this process stays connected until ``run.cleanup`` is closed.
 
     Args:
         run: The run, whose directory is locked.
-        show: Takes each line of metrics, which rank 0 sends.
+        show: Takes each line of training metrics, values by name, which rank 0 sends.
 
     Returns:
         The metrics of the evaluation by name; empty if ``run.evaluate`` is False.
 
     Raises:
+        ConfigError: The cluster has no place for the workers, or too many images cannot
+            be read.
         Interrupted: The user has asked to stop, or workers keep dying.
     """
     config, task, storage = run.config, run.task, run.storage
@@ -359,7 +370,7 @@ def run_on_ray(run: Run, show: Show) -> dict[str, float]:
             leave_out_unreadable(reasons, config, task, storage)
         elif not streams:
             images, reasons = ray_data.decode_task(
-                ray, task, side, config.data.interpolation
+                ray, task, side, Decoding.of(config.data)
             )
             leave_out_unreadable(reasons, config, task, storage)
         if stopping.is_set():
@@ -395,21 +406,26 @@ def run_workers(
 
     Args:
         run: The run, whose directory is locked.
-        config: The configuration of the run, after
-            :func:`~uno.session.data.config_for_readable_rows`.
-        resources: The resources of each worker (``CPU``, ``GPU``).
+        config: The configuration of the run, with a batch size that fits the rows that
+            can be read.
+        resources: The amount of each resource of a worker, by its name (``CPU``,
+            ``GPU``).
         facts: The references to the data in the object store, from
             :func:`pipelines.ray_data.shared`.
-        show: Takes each line of metrics.
-        give_up: Returns whether the user has asked to stop.
+        show: Takes each line of training metrics, values by name.
+        give_up: Returns whether the user has asked to stop. It is asked while workers
+            wait for nodes; at other times the workers see the STOP file.
 
     Returns:
         The metrics of the evaluation by name; empty if ``run.evaluate`` is False.
 
     Raises:
-        Interrupted: The group was asked to stop, or ``give_up`` returned True while it
-            waited for nodes; or workers keep dying.
+        Interrupted: The workers have saved a checkpoint and ended, because the user has
+            asked to stop; or ``give_up`` returned True while they waited for nodes; or
+            workers keep dying.
         UnoError: A worker raised it for the user to act on.
+        Exception: Another error of the workers' code occurred three times in a row
+            without a new checkpoint.
     """
     import ray
 
@@ -483,8 +499,10 @@ def scaling(config: Config, resources: nodes.Resources) -> Any:
     """Return the ScalingConfig of Ray Train for a group of workers.
 
     Args:
-        config: The configuration, with the number of workers and their placement.
-        resources: The resources of each worker.
+        config: The configuration, with the number of workers and their placement
+            strategy.
+        resources: The amount of each resource of a worker, by its name (``CPU``,
+            ``GPU``). Workers use GPUs if ``GPU`` is among the names.
     """
     import ray.train
 
@@ -508,7 +526,8 @@ def run_config(
     :class:`pipelines.failures.EndWhenHopeless`.
 
     Args:
-        folder: The directory for Ray's own files, which are in ``folder/name``.
+        folder: The directory, path or URI, below which Ray Train keeps its own files,
+            in ``folder/name``.
         name: The name of the run for Ray.
         callbacks: The callbacks of Ray Train.
         variables: Environment variables of the workers, by name; None sets none.
@@ -528,12 +547,15 @@ def run_config(
 def flight_recorder(storage: Storage) -> dict[str, str]:
     """Return environment variables that make NCCL write traces after a timeout.
 
-    The last collectives of each rank are written to ``nccl/rank_N`` of the run
-    directory. If that is on an object store, they stay on each node until the next
-    group of workers uploads them. Variables that are set already are left out.
+    With them, PyTorch writes the last collectives of each rank to the file ``rank_N``
+    in the directory of :func:`traces_of`.
 
     Args:
         storage: The directory of the run.
+
+    Returns:
+        The values by the name of the variable. Variables that are set in this process
+        already are left out.
     """
     wanted = {
         "TORCH_FR_BUFFER_SIZE": "2000",
@@ -559,10 +581,10 @@ def traces_of(storage: Storage) -> str:
 
 
 def collect_traces(storage: Storage) -> None:
-    """Make the directory for NCCL's traces on this node.
+    """Make the directory for NCCL's traces on this node, see :func:`traces_of`.
 
-    If the run directory is on an object store, traces that the last group of workers
-    has left on this node are moved to the run directory.
+    If the run directory is on an object store, traces that an earlier group of workers
+    has left on this node are then moved to the folder ``nccl`` of the run directory.
 
     Args:
         storage: The directory of the run.
@@ -583,19 +605,22 @@ def fit(
 ) -> Any:
     """Run a group of workers with Ray's ``TorchTrainer``, and return its result.
 
+    Failed groups are replaced as the RunConfig says.
+
     Args:
         train_loop: The function that each worker runs.
         loop: The argument of ``train_loop``.
         scaling: The number and the resources of workers, a result of :func:`scaling`.
         settings: The RunConfig of Ray Train, a result of :func:`run_config`.
-        timeout_s: The timeout of collectives in seconds.
+        timeout_s: The timeout of collectives between workers in seconds.
 
     Returns:
-        The result of ``TorchTrainer.fit``.
+        The result of ``TorchTrainer.fit``. Its ``return_value`` is what ``train_loop``
+        returned.
 
     Raises:
-        Exception: The error with which :class:`pipelines.failures.EndWhenHopeless`
-            ended the run.
+        Exception: The error with which a callback,
+            :class:`pipelines.failures.EndWhenHopeless`, ended the run.
         Interrupted: Ray Train's controller was lost.
     """
     import ray.train

@@ -41,11 +41,14 @@ def quiet_pools() -> None:
 
 @contextmanager
 def cluster_of_helpers() -> Iterator[None]:
-    """Tell Ray Train's helper processes the address of the cluster inside the block.
+    """Set ``RAY_ADDRESS`` to the connected cluster in the block, for Ray Train.
 
-    A helper releases the CPUs of workers whose controller died. It looks for the
-    cluster by the processes of this machine, and fails where a second cluster runs. It
-    inherits ``RAY_ADDRESS`` only if a private set of names has it.
+    Ray Train starts a helper process, which releases the CPUs of workers whose
+    controller died. Without the variable the helper looks for the cluster among the
+    processes of this machine, and fails if a second cluster runs here. Ray passes the
+    variable on to the helper only if a private set of Ray Train has its name, so the
+    name is added to that set. At the end of the block the variable has its former
+    value.
     """
     import ray
 
@@ -66,9 +69,11 @@ def cluster_of_helpers() -> Iterator[None]:
 def current_cluster() -> str | None:
     """Return the address of the Ray cluster that ``ray start`` started on this machine.
 
+    The cluster may have ended since.
+
     Returns:
-        ``host:port``, read from the file in which Ray's own commands find it; None
-        without that file.
+        ``host:port``, read from the file in which Ray's own commands find the address;
+        None without that file.
     """
     folder = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
     with suppress(OSError):

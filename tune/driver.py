@@ -81,7 +81,9 @@ HERE = {"compute.num_workers": 0, "compute.device": "auto"}
 
 
 def main(options: Options) -> int:
-    """Run or continue a sweep, or only write its report; return the exit code.
+    """Run or continue a sweep, and return the exit code 0.
+
+    With ``--report`` only the report of a sweep is written, with the results so far.
 
     Args:
         options: The parsed command line of ``uno tune``.
@@ -97,6 +99,10 @@ def sweep_options(options: Options) -> SweepOptions:
 
     Args:
         options: The parsed command line.
+
+    Returns:
+        The configuration, the search space, and how trials are chosen, scored and
+        stopped. Settings that follow from the data are still open.
 
     Raises:
         ConfigError: The options contradict each other, or the search space has a value
@@ -157,13 +163,16 @@ def _with_grid_size(options: SweepOptions) -> SweepOptions:
 def run_sweep(options: SweepOptions) -> int:
     """Run the missing trials of a sweep, write its results, and return the exit code 0.
 
+    A trial is missing if it has no result yet.
+
     Args:
         options: The options of the sweep.
 
     Raises:
         ConfigError: The options, the data or the directory do not fit each other.
-        NumericsError: All trials failed.
-        Interrupted: The sweep was asked to stop.
+        NumericsError: No trial has trained all epochs, so that there is no best one.
+        Interrupted: The sweep was asked to stop. The same command continues it.
+        StorageError: A trial could not write its files.
     """
     check_options(options)
     require_loggers(options.config)
@@ -235,11 +244,14 @@ def run_sweep(options: SweepOptions) -> int:
 def _check_folds(options: SweepOptions, task: Task, asked: Collection[str]) -> None:
     """Check the folds of a sweep (see :mod:`tune.score`) before any image is decoded.
 
+    Every row counts as readable. The options are not changed.
+
     Args:
         options: The options of the sweep.
-        task: The rows of the sweep.
-        asked: The dotted keys that the user set. Without ``train.batch_size`` among
-            them, the check is made with the batch size of :func:`with_fitting_batch`.
+        task: All rows of the sweep, with their classes.
+        asked: The dotted keys that the user set. If ``train.batch_size`` is not among
+            them and the batch size is derived from the data, the check is made with the
+            batch size of :func:`with_fitting_batch`.
 
     Raises:
         ConfigError: The known classes do not allow the folds, or a fold has fewer rows
@@ -274,13 +286,13 @@ def _tell_loggers(config: Config, claim: RunLock, summary: report.Summary) -> No
     """Send the results of all trials to W&B, MLflow and TensorBoard, as configured.
 
     Each trial is a run of the sweep's group, and the best one is marked. W&B and MLflow
-    get each epoch once. TensorBoard's directory of the sweep is written anew, because
-    another trial may be the best now.
+    get the epochs of a trial only once, even if the command is repeated. TensorBoard's
+    directory of the sweep is written anew, because another trial may be the best now.
 
     Args:
         config: The configuration of the sweep, which names the loggers.
         claim: The lock of the sweep.
-        summary: The results.
+        summary: The trials with their epochs, and the best one.
     """
     names = [name for name in config.train.loggers if name != "jsonl"]
     services = ",".join(name for name in names if name != "tensorboard")
@@ -316,23 +328,26 @@ def load_data(
 ) -> SweepData:
     """Read or encode the data that all trials share.
 
+    With ``data.loading`` other than ``streaming``, images are decoded into memory, or
+    encoded by a frozen encoder. With ``streaming``, each trial reads the images itself;
+    but the features of a frozen encoder are computed here, and are written to a file
+    that trials map.
+
     Args:
-        options: The options of the sweep. With ``data.loading`` other than
-            ``streaming`` the images are decoded, or encoded by the frozen encoder. With
-            ``streaming`` each trial reads the images itself, and the features of a
-            frozen encoder are in a file.
-        task: The rows of the sweep.
+        options: The options of the sweep.
+        task: All rows of the sweep, with their encoded images and classes.
         own_weights: The pretrained weights of the encoder as a safetensors file, from
             :func:`~uno.session.prepare.starting_weights`; None if it starts without
             such weights.
         storage: The directory of the sweep, for the file of features.
 
     Returns:
-        The pixels or features in memory, the file of features, or the unread images;
-        with the labels that trials may see.
+        The pixels or features in memory, the path of the file of features, or the
+        images that trials read; with the labels that trials may see.
 
     Raises:
-        ConfigError: Features are larger than memory, and the directory is not local.
+        ConfigError: The features are in a file, and the directory of the sweep is not
+            on a file system; or too many images cannot be read.
     """
     streams, rows = options.config.data.loading == "streaming", task.rows
     if streams and options.config.model.finetune != "none":
@@ -369,14 +384,17 @@ def load_data(
 def _encoding_place(options: SweepOptions) -> Iterator[tuple[Config, Compute]]:
     """Choose where a frozen encoder computes features, during a ``with`` block.
 
-    The workers of a Ray cluster compute them, because this machine may be a small head.
-    Without a cluster this process computes them.
+    If a Ray cluster runs already, its workers compute them, because this machine may be
+    a small head. Otherwise this process does, and also if there is no frozen encoder to
+    compute with.
 
     Args:
         options: The options of the sweep.
 
     Yields:
-        The configuration for the computation, and the function that encodes rows.
+        The configuration for the computation, and the function that encodes rows: it
+        takes a :class:`~uno.data.features.FeatureJob`, the encoder and row numbers, and
+        yields the features in chunks.
     """
     config = override(options.config, {**HERE, "data.loading": "memory"})
     frozen = config.model.finetune == "none" and not config.model.takes_vectors
@@ -422,9 +440,11 @@ def check_options(options: SweepOptions) -> None:
         options: The options of the sweep.
 
     Raises:
-        ConfigError: The score ``agreement`` is asked of trials with one head; the score
-            ``folds`` is asked with weights that may have seen the hidden classes; or
-            the method or the number of epochs leaves nothing to train.
+        ConfigError: The score is ``agreement`` between heads, and a trial could have
+            only one head; the score is ``folds``, which hides known classes, and the
+            given weights may be trained on these (all weights except for those of a
+            frozen encoder from a file or a library); or the method or the number of
+            epochs leaves nothing to train.
     """
     heads = next((d.ends for d in options.space if d.key == "model.num_heads"), ())
     if options.score == AGREEMENT and min(*heads, num_heads(options.config)) < 2:
@@ -457,13 +477,14 @@ def check_plans(options: SweepOptions, folds: list[FoldRows]) -> int:
 
     Args:
         options: The options of the sweep.
-        folds: The discovery problems that each trial solves.
+        folds: The discovery problems that each trial solves, as row numbers.
 
     Returns:
-        The largest number of epochs over all folds. ``train.max_steps`` limits it.
+        The largest number of discovery epochs over all folds: ``discover.epochs``, or
+        fewer if ``train.max_steps`` ends all folds earlier.
 
     Raises:
-        ConfigError: A fold is smaller than a batch.
+        ConfigError: A fold has fewer rows than a batch.
     """
     config, epochs = options.config, 1
     for fold in folds:
@@ -495,7 +516,8 @@ def open_sweep(
         num_epochs: The number of epochs of a trial.
 
     Raises:
-        ConfigError: The directory holds a sweep with other settings.
+        ConfigError: The directory holds a sweep with other settings or data. The number
+            of trials may differ.
     """
     settings = {
         "score": options.score,
@@ -537,15 +559,16 @@ def open_sweep_data(options: SweepOptions) -> tuple[SweepOptions, Task]:
 
     A new sweep derives them from a sample of its images (such as the image size), and
     they count as given by the user, so that ``best.yaml`` has them. A sweep that exists
-    keeps the settings that it has stored. The grace period of early stopping follows
-    the number of epochs, unless the user set it. Whether images are kept in memory is
+    keeps the settings that it has stored. A grace period of early stopping that has its
+    default follows the derived number of epochs. Whether images are kept in memory is
     decided here, too.
 
     Args:
         options: The options of the command line.
 
     Returns:
-        The options with all settings, and the rows of the sweep. No image is in memory.
+        The options with all settings, and all rows of the sweep with their classes. No
+        image is in memory.
 
     Raises:
         ConfigError: A setting or the data is refused, or memory is too small.
@@ -586,15 +609,18 @@ def open_sweep_data(options: SweepOptions) -> tuple[SweepOptions, Task]:
 def _scaled_grace_periods(options: SweepOptions, config: Config) -> dict[str, Any]:
     """Return the rules of early stopping for the number of epochs of a sweep.
 
-    A grace period that the user has left at its default, a sixth of the epochs of the
-    command line's configuration, becomes a sixth of the sweep's epochs.
+    The grace period is the number of epochs before a trial may be stopped. One that
+    equals its default, a sixth of the epochs of the command line's configuration,
+    becomes a sixth of the sweep's epochs.
 
     Args:
         options: The options of the command line.
-        config: The configuration of the sweep.
+        config: The configuration of the sweep, with the number of epochs that follows
+            from the data.
 
     Returns:
-        The fields "asha" and "median" of the options, each a rule or None.
+        The fields "asha" and "median" of the options, each a rule with its numbers by
+        name, or None.
     """
     usual, new = (
         max(1, each.discover.epochs // 6) for each in (options.config, config)
@@ -612,14 +638,16 @@ def with_fitting_batch(options: SweepOptions, folds: list[FoldRows]) -> SweepOpt
     """Return the options with a batch size that every fold of the sweep can fill.
 
     A fold has fewer rows than the whole data set, so its batches may have to be
-    smaller.
+    smaller. A fold that cannot fill a batch of any size does not change the batch size,
+    and is refused by :func:`check_plans`.
 
     Args:
         options: The options of the sweep.
-        folds: The discovery problems that each trial solves.
+        folds: The discovery problems that each trial solves, as row numbers.
 
     Returns:
-        The options with the batch size, which counts as set by the user.
+        The options with the largest such batch size that is not above the present one.
+        It counts as set by the user.
     """
     config = options.config
     rules, workers = (
@@ -667,11 +695,14 @@ def concurrency(
 
     Args:
         options: The options of the sweep.
-        cluster: The resources of the cluster, as Ray counts them (``CPU``, ``GPU``).
+        cluster: The amount of each resource of the whole cluster, by Ray's name of it
+            (``CPU``, ``GPU``).
 
     Returns:
-        The number of trials, and the number of ``CPU`` and, with GPUs, ``GPU`` for each
-        process.
+        The number of trials that fit into the cluster, but not more than
+        ``--concurrent`` or than there are trials; and the number of ``CPU`` and, with
+        GPUs, ``GPU`` that each process reserves. A trial has as many processes as
+        ``compute.num_workers``, at least one.
 
     Raises:
         ConfigError: The cluster cannot hold a single trial.
@@ -716,10 +747,13 @@ def _run_missing(
 ) -> None:
     """Run the trials that have no result yet with Ray Tune.
 
+    The pretrainings that these trials need are run before, as far as the values of the
+    trials are known.
+
     Args:
         options: The options of the sweep.
         data: The data that all trials share.
-        folds: The discovery problems that each trial solves.
+        folds: The discovery problems that each trial solves, as row numbers.
         num_epochs: The number of epochs of a trial.
         claim: The lock of the sweep.
         ended: The trials that have a result. New ones are appended.

@@ -51,8 +51,8 @@ class PartStorage(Storage):
         """Check before a write that the lock of the sweep is still held.
 
         Raises:
-            StorageError: The lock file is missing, or another command has taken the
-                lock.
+            StorageError: The lock file of the sweep is missing, or another command has
+                taken the lock.
         """
         self._whole.check()
 
@@ -81,9 +81,9 @@ class Trial:
 
     @property
     def _last(self) -> dict[str, Any]:
-        """The results of the last epoch, by name.
+        """The results of the last epoch that was trained and scored, by name.
 
-        Before the first epoch has ended, these are ``epoch`` 0 and ``score`` NaN.
+        If there is none yet, these are ``epoch`` 0 and ``score`` NaN.
         """
         return self.epochs[-1] if self.epochs else {"epoch": 0, "score": math.nan}
 
@@ -94,14 +94,17 @@ class Trial:
 
     @property
     def score(self) -> float:
-        """The score of this trial after its last epoch; NaN if no epoch has ended."""
+        """The score of this trial after its last epoch, the mean over folds and seeds.
+
+        A higher score is better. It is NaN if no epoch has ended.
+        """
         return float(self._last["score"])
 
     @property
     def spread(self) -> float:
-        """The standard deviation of this trial's score over seeds; NaN with one seed.
+        """The standard deviation over seeds of this trial's score after its last epoch.
 
-        It is the value after the last epoch.
+        It is NaN if the trial was trained with one seed.
         """
         return float(self._last.get("spread", math.nan))
 
@@ -109,9 +112,10 @@ class Trial:
     def standard_error(self) -> float:
         """The binomial standard error of this trial's score after its last epoch.
 
-        The score is taken as the share of ``rows`` rows that are right. One right and
-        one wrong row are added, so that the error of a perfect score is not 0 (Agresti
-        & Coull 1998). The error is 0 if the score is no share of rows, such as a loss.
+        The score is an accuracy or an agreement, and is taken as the share of right
+        rows among the ``rows`` rows that were scored. One right and one wrong row are
+        added, so that the error of a perfect score is not 0 (Agresti & Coull 1998). The
+        error is 0 if the results have no ``rows``, as with the score ``loss``.
         """
         rows = self._last.get("rows", 0)
         share = (self.score * rows + 1) / (rows + 2)
@@ -134,7 +138,9 @@ def read_settings(storage: Storage) -> Mapping[str, Any]:
         storage: The directory of the sweep.
 
     Returns:
-        The content of the file: ``score``, ``search``, ``space``, ``config`` and more.
+        The content of the file by name: ``score`` (the name of the score), ``search``
+        (how values are chosen), ``space`` (the search space), ``config`` (the searched
+        configuration), ``epochs`` (of a trial) and more.
 
     Raises:
         ConfigError: There is no such file, or it is damaged.
@@ -154,8 +160,9 @@ def read_epochs(storage: Storage, index: int) -> list[dict[str, Any]]:
         index: The number of the trial.
 
     Returns:
-        One mapping of results for each of the epochs 1, 2, 3 and so on. The list ends
-        before the first line that is damaged or out of order.
+        The results by name (``epoch``, ``score``, ``loss`` and more) of each of the
+        epochs 1, 2, 3 and so on. The list ends before the first line that is damaged or
+        out of order.
     """
     lines = enumerate(
         read_journal(storage, f"{trial_name(index)}/epochs.jsonl"), start=1
@@ -174,7 +181,8 @@ def read_trial(storage: Storage, index: int) -> Trial | None:
         index: The number of the trial.
 
     Returns:
-        The trial; None if no hyperparameter values have been chosen for it yet.
+        The trial: its number, its hyperparameter values, the results of its epochs, and
+        how it ended. None if no values have been chosen for it yet.
     """
     names = (f"{trial_name(index)}/{part}.json" for part in ("trial", "result"))
     tree, result = (read_mapping(storage, name) or {} for name in names)
@@ -206,8 +214,8 @@ def ranking(trials: list[Trial]) -> list[Trial]:
     """Return the finished and early-stopped trials with a finite score, the best first.
 
     A trial with more epochs comes before one with fewer, because scores after different
-    numbers of epochs cannot be compared. With as many epochs, the higher score comes
-    first.
+    numbers of epochs cannot be compared. With as many epochs, the higher score after
+    the last epoch comes first. Failed and unfinished trials are left out.
     """
     sound = [
         t for t in trials if t.status in (FINISHED, STOPPED) and math.isfinite(t.score)
@@ -218,9 +226,11 @@ def ranking(trials: list[Trial]) -> list[Trial]:
 def best_trial(trials: list[Trial]) -> Trial | None:
     """Return the trial whose configuration a sweep recommends, or None.
 
-    It is the finished trial with the highest score. But trial 0, the configuration that
-    the user gave, is preferred if its score is at most one standard error lower (the
-    rule of Breiman et al. 1984). None means that no trial has finished.
+    It is the trial with the highest score of those that have trained all epochs. But
+    trial 0, the configuration that the user gave, is preferred if it has trained all
+    epochs, too, and its score is at most one standard error of the highest score lower
+    (the rule of Breiman et al. 1984). None means that no trial has trained all epochs
+    with a finite score.
     """
     finished = [trial for trial in ranking(trials) if trial.status == FINISHED]
     if not finished:

@@ -91,24 +91,32 @@ class Summary(NamedTuple):
 
     @property
     def oracle(self) -> bool:
-        """Whether the trials were scored by the true labels of the novel classes."""
+        """Whether the score of the trials is ``oracle``.
+
+        It is the accuracy by the true labels of the novel classes, so it serves
+        research only.
+        """
         return bool(self.settings["score"] == ORACLE)
 
     @property
     def keeps_given(self) -> bool:
-        """Whether the user's configuration, trial 0, is best without the highest score.
+        """Whether trial 0 is recommended although another trial has a higher score.
 
-        It is preferred if its score is at most one standard error lower, see
-        :func:`tune.records.best_trial`.
+        Trial 0 is the user's configuration. It is preferred if its score is at most one
+        standard error lower, see :func:`tune.records.best_trial`.
         """
         return self.best is not None and self.best is not self.ranked[0]
 
 
 def read(storage: Storage) -> Summary:
-    """Read the results of a sweep from its directory.
+    """Read the results of a sweep from its directory, and summarize them.
 
     Args:
         storage: The directory of the sweep.
+
+    Returns:
+        The trials with their ranking and the best one, the cost of the sweep, and how
+        much each searched setting mattered.
 
     Raises:
         ConfigError: The directory holds no sweep.
@@ -139,7 +147,11 @@ def read(storage: Storage) -> Summary:
 
 
 def write(storage: Storage) -> Summary:
-    """Write the tables, ``best.yaml`` and the HTML page of a sweep.
+    """Write the tables, ``best.yaml`` and the HTML page of a sweep into its directory.
+
+    The tables are ``sweep.parquet`` and ``sweep.jsonl``, and the page is
+    ``sweep.html``. Without a best trial ``best.yaml`` is not written. With the score
+    ``oracle`` all names begin with ``oracle-``.
 
     Args:
         storage: The directory of the sweep, which is read and written.
@@ -160,10 +172,11 @@ def write(storage: Storage) -> Summary:
 def importance(space: Space, ranked: Sequence[Trial]) -> tuple[list[Effect], float]:
     """Compute how much each searched setting mattered for the order of the trials.
 
-    The measure is the share of the variance of the trials' ranks that a setting
-    explains, see :class:`Effect`. On simulated sweeps of 12 and 16 trials, the
-    jackknife intervals contained the true share in 78-97% of them. Bootstrap intervals
-    did in 0-93%, because resampled trials hold repetitions and give too high shares.
+    The measure is the share of the variance of the trials' ranks that a parabola over
+    the setting's value explains, see :class:`Effect`. On simulated sweeps of 12 and 16
+    trials, the jackknife intervals contained the true share in 78-97% of them.
+    Bootstrap intervals did in 0-93%, because resampled trials hold repetitions and give
+    too high shares.
 
     Args:
         space: The search space.
@@ -171,8 +184,8 @@ def importance(space: Space, ranked: Sequence[Trial]) -> tuple[list[Effect], flo
 
     Returns:
         The effect of each setting with several values, the largest first; and the
-        threshold of chance: the largest share of any setting stays below it in 19 of
-        20 sweeps in which no setting has an effect. For that, ranks are permuted 2,000
+        threshold of chance: the largest share of any setting stays below it in 19 of 20
+        sweeps in which no setting has an effect. For that, ranks are permuted 2,000
         times and the maximum over settings is taken (Westfall & Young 1993). The result
         is ``([], 0.0)`` if there are fewer than 6 trials, or no setting has several
         values.
@@ -211,10 +224,11 @@ def importance(space: Space, ranked: Sequence[Trial]) -> tuple[list[Effect], flo
 
 
 def _parabola_basis(positions: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return an orthonormal basis of all parabolas over the positions of trials.
+    """Return an orthonormal basis of all parabolas over the positions of N trials.
 
     Args:
-        positions: float64 (N,), the position of each trial's value in its domain, 0-1.
+        positions: float64 (N,), the position of each trial's value of one setting in
+            the setting's domain, 0-1.
 
     Returns:
         The basis vectors as columns, float64 (N, 3); fewer columns if there are fewer
@@ -227,7 +241,10 @@ def _parabola_basis(positions: NDArray[np.float64]) -> NDArray[np.float64]:
 def _explained_share(
     basis: NDArray[np.float64], ranks: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Return the share of the variance of ranks that a least-squares fit explains.
+    """Return the share of the variance of trials' ranks that a setting explains.
+
+    It is that of a least-squares fit of functions of the setting's value. The ranks are
+    those of the trials by score, or random permutations of them.
 
     Args:
         basis: float64 (N, D), orthonormal columns that span the fitted functions.
@@ -241,10 +258,15 @@ def _explained_share(
 
 
 def what_mattered(summary: Summary) -> str:
-    """Return a line that names the settings with an effect above chance.
+    """Return a line that names the settings with an effect on the ranks above chance.
 
-    If there is none, the line names the setting with the largest effect. The line is ""
-    if there were too few trials for :func:`importance`.
+    The effect of a setting is the share of the variance of the trials' ranks that the
+    setting explains, see :func:`importance`. If no effect is above chance, the line
+    names the setting with the largest one. The line is "" if there were too few trials,
+    or no setting had several values.
+
+    Args:
+        summary: The results of the sweep.
     """
     if not summary.effects:
         return ""
@@ -271,6 +293,15 @@ def table_bytes(summary: Summary) -> bytes:
     """Return the results of a sweep as a Parquet file, one row for each trained epoch.
 
     A trial without an epoch has one row, in which the values of an epoch are null.
+
+    Args:
+        summary: The results of the sweep.
+
+    Returns:
+        The content of the file. Its columns are ``trial`` (the number), ``status``,
+        ``reason`` (why it failed), ``objective`` (the name of the score), ``epoch``,
+        results of the epoch such as ``score``, ``loss`` and ``seconds``, and the value
+        of each searched setting by its dotted key.
     """
     fields = {
         "trial": pa.int64(),
@@ -306,8 +337,11 @@ def table_bytes(summary: Summary) -> bytes:
 def lines_bytes(summary: Summary) -> bytes:
     """Return the results of a sweep as JSON lines, one for each trial.
 
-    A line has the hyperparameter values, the epochs, the status, and whether the trial
-    is the best.
+    A line has the hyperparameter values, the results of each epoch, the status, the
+    name of the score, and whether the trial is the best.
+
+    Args:
+        summary: The results of the sweep.
     """
     lines = [
         {
@@ -352,8 +386,11 @@ def best_yaml(summary: Summary, best: Trial) -> str:
 def format_table(summary: Summary) -> str:
     """Return the results of a sweep as a table for the console.
 
-    It lists the best trials and trial 0, counts the others, and ends with the cost and
-    the settings that mattered.
+    It lists the ten best trials and trial 0, if it has a rank, and counts the ranked
+    and the failed trials. It ends with the cost and the settings that mattered.
+
+    Args:
+        summary: The results of the sweep.
     """
     cost, space = summary.cost, summary.space
     rows = [
@@ -420,7 +457,13 @@ def page(summary: Summary) -> str:
 
 
 def best_so_far(summary: Summary) -> Chart | None:
-    """Draw the score of each trial over its number, and the best finished score so far.
+    """Draw the score of each trial over its number, and the best score so far.
+
+    A dot shows each trial's score after its last epoch. A line shows the highest score
+    of the trials up to a number; only those that have trained all epochs count.
+
+    Args:
+        summary: The results of the sweep.
 
     Returns:
         The chart, or None if no trial has a score.
@@ -439,6 +482,9 @@ def learning_curves(summary: Summary) -> Chart | None:
     """Draw the score over epochs, one line for each trial.
 
     The lines show where early stopping ended a trial.
+
+    Args:
+        summary: The results of the sweep.
 
     Returns:
         The chart, or None if no trial has a score.
@@ -487,10 +533,13 @@ def scatter(domain: Domain, summary: Summary) -> Chart | None:
 
 
 def _shown_trials(summary: Summary) -> list[Trial]:
-    """Return the trials that a chart shows: the last 200 that have a score.
+    """Return the trials that a chart shows: at most 200 that have a score.
 
-    The best trial is always among them. It is the last of the list, so that it is drawn
-    above the others.
+    These are the best trial and those with the highest numbers. The best trial is the
+    last of the list, so that it is drawn above the others.
+
+    Args:
+        summary: The results of the sweep.
     """
     shown = [trial for trial in summary.trials if math.isfinite(trial.score)]
     return sorted(shown, key=lambda trial: trial is summary.best)[-MAX_SHOWN:]
@@ -539,9 +588,11 @@ def _draw_scores(
 
 
 def _kind_of_trial(summary: Summary, trial: Trial) -> str:
-    """Return the kind by which a chart styles a trial: ``best``, or its status.
+    """Return the kind by which a chart styles a trial.
 
-    A trial that has not ended has the kind ``unfinished``.
+    Returns:
+        ``best`` for the best trial; else its status, ``finished``, ``stopped`` or
+        ``failed``; ``unfinished`` if it has not ended.
     """
     return "best" if trial is summary.best else trial.status or "unfinished"
 

@@ -100,10 +100,18 @@ def sweep_data(task: Task, images: Source, ok: np.ndarray, score: str) -> SweepD
     """Return the rows, images and labels that trials may see with a given score.
 
     Args:
-        task: The N rows of the sweep, with known and true classes.
-        images: The pixels, features or unread images of the rows.
+        task: The N rows of the sweep, labeled and unlabeled, with the true classes that
+            are known.
+        images: The images of these N rows: an array of pixels or features, the path of
+            a file of features, or images that are read later, see :data:`Source`.
         ok: bool (N,), whether a row can be read. Other rows are left out.
-        score: The name of the score. Only ``oracle`` gets the true novel classes.
+        score: The name of the score by which trials are compared, see
+            :data:`tune.SCORES`. Only ``oracle``, which measures accuracy by the true
+            labels, gets the true novel classes.
+
+    Returns:
+        The images, and for each row its known class and whether it is unlabeled. The
+        true novel classes are None unless the score is ``oracle``.
 
     Raises:
         ConfigError: The score is ``oracle``, and the data has no true novel classes.
@@ -142,7 +150,11 @@ class FoldRows(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """The number of labeled training rows, and of training rows to discover."""
+        """The number of labeled training rows, and of rows to discover classes among.
+
+        Rows that are held out of training to measure the known accuracy count in
+        neither.
+        """
         return len(self.train["labeled"]), len(self.train["unlabeled"])
 
 
@@ -170,15 +182,22 @@ def make_folds(
 
     Args:
         data: The data of the sweep.
-        score: The name of the score: ``folds``, ``loss``, ``agreement`` or ``oracle``.
-        num_folds: The number of folds, used by the score ``folds`` only.
+        score: The name of the score by which trials are compared. ``folds`` is the
+            accuracy on known classes that are hidden and on the others, ``loss`` is
+            minus the cluster loss in training, ``agreement`` is how well the heads
+            agree, and ``oracle`` is the accuracy by the true labels, see
+            :data:`tune.SCORES`.
+        num_folds: The number of folds. Only the score ``folds`` uses it.
         seed: The seed of the choice of hidden classes.
         hide: The number of known classes that each fold hides; None for the default of
             :func:`hidden_classes`.
 
     Returns:
-        For the score ``folds``, problems that each hide some known classes. For every
-        other score only the real problem, without hidden classes.
+        For the score ``folds``, problems that each hide some known classes and discover
+        them from the others; unlabeled rows take no part. For every other score only
+        the real problem: to discover the classes of the unlabeled rows, without hidden
+        classes. Each problem has its training rows, and the rows on which a trial is
+        scored.
 
     Raises:
         ConfigError: There are too few known classes for these folds.
@@ -216,18 +235,24 @@ def _make_fold(
 ) -> FoldRows:
     """Return one discovery problem of a trial as row numbers.
 
-    Every fifth labeled row of each class that stays known is held out of training.
-    Rows that are held out or novel are scored.
+    Every fifth labeled row of each class that stays known is held out of training, none
+    of a class with fewer than five. All rows of hidden classes are trained on, without
+    their labels. Held-out rows and the rows to discover are scored.
 
     Args:
         name: The name of the problem.
         data: The data of the sweep, N rows.
         labels: int64 (N,), the class of each row within the problem, known classes
             first; -1 if it is unknown.
-        novel: bool (N,), the rows whose classes are to be discovered.
+        novel: bool (N,), the rows to discover: those of hidden classes, or in the real
+            problem the unlabeled ones.
         num_novel: The number of classes to discover.
-        hidden: The known classes, as numbered in ``data.labels``, that are novel in
-            this problem. The problem has that many fewer known classes.
+        hidden: The known classes, as numbered in ``data.labels``, that the problem
+            hides. It has that many fewer known classes. Empty for the real problem.
+
+    Returns:
+        The row numbers of the labeled rows to train on, with their labels, of the rows
+        to discover, and of the rows to score, with their classes.
     """
     # Of a class with fewer than 5 rows none is held out.
     held_out = np.zeros(len(labels), dtype=bool)
@@ -262,13 +287,20 @@ def open_folds(
     """Return discovery problems with their images, from problems as row numbers.
 
     No image is copied. Images that are not in memory are read by threads of this
-    process.
+    process when they are needed.
 
     Args:
-        source: The pixels, features or unread images of all rows, see :data:`Source`.
+        source: The images of all rows of the sweep: an array of pixels or features, the
+            path of a file of features, or images that are read later, see
+            :data:`Source`.
         folds: The problems as row numbers.
         config: The configuration of the trial.
-        storage: The directory of the trial, in which unreadable images are listed.
+        storage: The directory of the trial, in which images are listed that prove
+            unreadable.
+
+    Returns:
+        Each problem with its training set, and with the rows on which a trial is
+        scored.
     """
     if isinstance(source, Unread):
         images = source.images
@@ -313,16 +345,17 @@ def hidden_classes(
         num_novel: The number of novel classes.
         folds: The number of folds.
         seed: The seed of the permutation.
-        hide: The number of classes that each fold hides. None for the default: the
-            share of classes that is novel in the real problem, and at least 2 classes.
+        hide: The number of classes that each fold hides. None for the default: the same
+            share of the known classes as the novel classes are of all classes, rounded,
+            but at least 2 classes.
 
     Returns:
         For each fold the sorted indices of its hidden classes, ``hide`` of the known
         ones.
 
     Raises:
-        ConfigError: There are fewer than 3 known classes, ``hide`` is out of range, or
-            there are not as many different folds.
+        ConfigError: There are fewer than 3 known classes; ``hide`` is less than 2 or
+            leaves no known class; or there are fewer different folds than ``folds``.
     """
     if num_known < 3:
         needs = f"needs at least 3 of them, the data has {num_known}"
@@ -364,14 +397,19 @@ def measure(
         config: The configuration of the trial.
         fold: The problem, with the rows to score.
         state: The state of training, with the model.
-        score: The name of the score: ``folds``, ``loss``, ``agreement`` or ``oracle``.
+        score: The name of the score. ``folds`` and ``oracle`` are the harmonic mean of
+            the accuracies on classes to discover and on held-out rows of known classes,
+            ``loss`` is minus the cluster loss of the best head in training, and
+            ``agreement`` is how well the heads agree on the rows to discover.
         worker: The process that trains.
 
     Returns:
-        ``score``, which is to be maximized, and its parts if they apply: the accuracies
-        0-1 ``known_best``, ``known_avg``, ``novel_best`` and ``novel_avg`` (of the best
-        head and the mean over heads), ``loss``, and ``agreement`` 0-1. ``rows`` is the
-        number of rows of which the score is a share; the score ``loss`` has no
+        ``score``, which is to be maximized, and more values by name. ``known_best`` and
+        ``novel_best`` are the accuracies 0-1 of the best head, that with the lowest
+        cluster loss, and ``known_avg`` and ``novel_avg`` are means over heads; an
+        accuracy is left out if no scored row has such a class. ``loss`` is the cluster
+        loss of the best head. The score ``agreement`` adds ``agreement`` 0-1. ``rows``
+        is the number of rows of which the score is a share; the score ``loss`` has no
         ``rows``.
     """
     model, train, truth = state.model.eval(), fold.train, fold.scored.truth
@@ -405,10 +443,14 @@ def combined(parts: Mapping[str, float], score: str) -> float:
     """Return the score of a trial from the accuracies, loss and agreement of its model.
 
     Args:
-        parts: The results of :func:`measure` by name.
-        score: The name of the score. ``loss`` is minus the loss, ``agreement`` is the
-            agreement, and ``folds`` and ``oracle`` are the harmonic mean of
-            ``novel_avg`` and, if it is there, ``known_avg``.
+        parts: The results of :func:`measure` by name, except for ``score``.
+        score: The name of the score. ``loss`` is minus ``parts["loss"]``, ``agreement``
+            is ``parts["agreement"]``, and ``folds`` and ``oracle`` are the harmonic
+            mean of ``novel_avg`` and, if it is there, ``known_avg``, which are
+            accuracies 0-1.
+
+    Returns:
+        The score, which is to be maximized.
     """
     if score == LOSS:
         return -parts["loss"]
@@ -419,12 +461,12 @@ def combined(parts: Mapping[str, float], score: str) -> float:
 
 
 def _unlabeled_images(train: TrainData, config: Config) -> Iterator[Tensor]:
-    """Yield the unlabeled images of a training set, or their features, in batches.
+    """Yield the images to discover of a training set, or their features, in batches.
 
     Images that cannot be read are left out.
 
     Args:
-        train: The training set.
+        train: The training set, whose unlabeled rows are those to discover.
         config: The configuration of the trial, with the batch size of evaluation.
 
     Yields:

@@ -82,12 +82,15 @@ class OtherSearcher:
     def values(self, index: int) -> dict[str, Any] | str | None:
         """Return the values that the searcher chooses for a new trial, by dotted key.
 
+        The searcher is one of Ray Tune, such as Optuna's. It learns later how this
+        trial ends.
+
         Args:
             index: The number of the trial.
 
         Returns:
-            The values; None if the searcher has no values now, and
-            ``Searcher.FINISHED`` if it will never have any again.
+            The values; None if the searcher has no values now, and the constant
+            ``Searcher.FINISHED`` of Ray Tune if it will never have any again.
         """
         found = self._searcher.suggest(str(index))
         if found is None or found == Searcher.FINISHED:
@@ -113,11 +116,12 @@ class OtherSearcher:
     def tell(self, trial: Trial) -> None:
         """Tell the searcher that a trial has ended, with its score or its failure.
 
-        A trial that the searcher did not choose is added to its data, if the search
-        space contains the trial's values and the searcher supports that.
+        A trial for which the searcher did not choose the values is added to the
+        searcher's data if the search space contains these values. If the searcher
+        cannot do that, a note is printed once.
 
         Args:
-            trial: The trial.
+            trial: The trial, with its values, status and score.
         """
         failed = trial.status == FAILED or not math.isfinite(trial.score)
         if (name := str(trial.index)) in self._asked:
@@ -176,8 +180,13 @@ def _optuna_searcher(seed: int) -> Searcher:
 def _ray_distribution(domain: spaces.Domain) -> Any:
     """Return Ray Tune's distribution for the values of one searched setting.
 
-    Choices become a uniform distribution of their positions, 0 to the number of choices
-    minus 1.
+    Args:
+        domain: The values that the setting may take, choices or a range.
+
+    Returns:
+        For a range, a uniform distribution on its scale: of numbers, their logarithms
+        or whole numbers. For choices, a uniform distribution of their positions, 0 to
+        the number of choices minus 1.
     """
     low, high = (0, len(domain.choices) - 1) if domain.choices else domain.ends
     if domain.choices or domain.scale == "int":
@@ -272,8 +281,9 @@ class SweepSearcher(Searcher):
             trial_id: Ray Tune's id for the trial.
 
         Returns:
-            ``{"index": number of the trial}``; None if no trial may start now;
-            ``Searcher.FINISHED`` if none is left.
+            ``{"index": number of the trial}``; None if the searcher of ``--search`` has
+            no values for the trial now; ``Searcher.FINISHED``, a constant of Ray Tune,
+            if no trial is left or that searcher will have no values again.
         """
         if not self.missing:
             return Searcher.FINISHED
@@ -292,10 +302,11 @@ class SweepSearcher(Searcher):
         return {"index": index}
 
     def values_drawn(self) -> list[dict[str, Any]]:
-        """Return the values of the missing trials that are known before any trial runs.
+        """Return the values of trials to run that are known before any of them runs.
 
-        In a random or grid search these are all missing trials. With another searcher
-        they are trial 0 and the trials that an earlier command has begun.
+        The trials to run are those without a result. In a random or grid search the
+        values of all of them are known. With another searcher, such as Optuna's, they
+        are known of trial 0 and of the trials that an earlier command has begun.
 
         Returns:
             For each such trial its values by dotted key.
@@ -309,14 +320,15 @@ class SweepSearcher(Searcher):
         """Return the hyperparameter values of a new trial, by dotted key.
 
         Trial 0 has the values of the given configuration. The others are drawn at
-        random, taken from the grid, or chosen by the searcher of ``--search``.
+        random, taken from the grid, or chosen by another searcher, as ``--search``
+        says.
 
         Args:
             index: The number of the trial.
 
         Returns:
-            The values; None or ``Searcher.FINISHED`` if that searcher has none, see
-            :meth:`OtherSearcher.values`.
+            The values; None or ``Searcher.FINISHED`` if that other searcher has none,
+            see :meth:`OtherSearcher.values`.
         """
         if index == 0:
             return self._given
@@ -330,6 +342,8 @@ class SweepSearcher(Searcher):
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
         """Pass the score of one epoch on to the searcher of ``--search``, if any.
 
+        A random or grid search has no such searcher, and nothing is done.
+
         Args:
             trial_id: Ray Tune's id of the trial.
             result: Ray Tune's result of the epoch, with ``score``.
@@ -342,8 +356,11 @@ class SweepSearcher(Searcher):
     ) -> None:
         """Record how a trial ended, when Ray Tune says so.
 
-        ``result.json`` is written and the trial's checkpoints are deleted, unless the
-        trial was interrupted or could not write its files.
+        The trial's ``result.json`` is written with the status ``finished``, ``stopped``
+        (early stopping ended it) or ``failed``, its checkpoints are deleted, and the
+        searcher of ``--search`` is told. Nothing is recorded of a trial that was
+        interrupted, because the sweep was asked to stop. If a trial could not write its
+        files, nothing is recorded of it, and no further trial is started.
 
         Args:
             trial_id: Ray Tune's id of the trial.
@@ -392,7 +409,11 @@ class SweepSearcher(Searcher):
         return {}
 
     def save(self, checkpoint_path: str) -> None:
-        """Save nothing, because the sweep's directory is the state."""
+        """Save nothing, because the files in the sweep's directory are all state.
+
+        Args:
+            checkpoint_path: The path that Ray Tune gives, which is not used.
+        """
 
     restore = save
 
@@ -437,13 +458,15 @@ def scheduler(
 ) -> FIFOScheduler:
     """Return Ray Tune's scheduler for the early stopping of a sweep.
 
-    It is ASHA (Li et al., 2020), the median rule (Golovin et al., 2017), or one that
-    stops no trial. It is told the results of trials that have ended already.
+    It is ASHA (Li et al., 2020) if ``options.asha`` is set, the median rule (Golovin et
+    al., 2017) if ``options.median`` is set, and else one that stops no trial. It is
+    told the scores of the epochs of all trials that have ended without failing.
 
     Args:
-        options: The options of the sweep, with the rule for early stopping.
+        options: The options of the sweep, with the rule and its grace period, the
+            number of epochs before a trial may be stopped.
         num_epochs: The number of epochs of a trial that is not stopped.
-        ended: The trials that have a result.
+        ended: The trials that an earlier command has ended.
     """
     by: dict[str, Any] = {"time_attr": "epoch", "metric": "score", "mode": "max"}
     rule = options.asha or options.median

@@ -36,7 +36,8 @@ from uno.methods import load
 def frozen(value: Any) -> Any:
     """Return a value with each list in it, also a nested one, replaced by a tuple.
 
-    :class:`Domain` holds its choices in this form, so that values can be compared.
+    The choices of a searched setting are kept in this form, so that values can be
+    compared.
     """
     return tuple(map(frozen, value)) if isinstance(value, list | tuple) else value
 
@@ -78,8 +79,9 @@ class Domain:
         """Check that the domain has either choices, or a range that its scale allows.
 
         Raises:
-            ValueError: Both or neither are given, the bounds are in the wrong order, or
-                they do not fit the scale.
+            ValueError: Both or neither are given, the lower bound is not below the
+                upper one, a ``log`` range does not begin above 0, or the bounds of an
+                ``int`` range are no whole numbers.
         """
         bounds = [value for value in (self.low, self.high) if value is not None]
         if self.choices and bounds:
@@ -103,8 +105,9 @@ class Domain:
     def ends(self) -> tuple[Any, ...]:
         """The two bounds of the range, or all choices.
 
-        They are the values to validate: if a setting accepts these, it accepts every
-        value of the domain.
+        A setting of the configuration that accepts these values accepts every value of
+        the domain, unless the setting takes whole numbers only and the scale is not
+        ``int``.
         """
         bounds = (value for value in (self.low, self.high) if value is not None)
         return self.choices or tuple(
@@ -184,18 +187,20 @@ The domain of a key is declared in the schema, see
 def load_space(name: str, config: Config) -> Space:
     """Return a search space by its name, or read it from a YAML file.
 
-    Settings of a named space that have no effect with this configuration are left out.
+    Settings of a named space that have no effect with this configuration, or would
+    change the features of a frozen encoder, are left out.
 
     Args:
-        name: A name of ``SPACES``, or the path of a YAML file.
+        name: A name of ``SPACES`` ("uno" or "full"), or the path of a YAML file.
         config: The configuration whose settings are searched.
 
     Returns:
-        One domain for each searched setting.
+        One domain for each searched setting: its key, and its choices or range.
 
     Raises:
-        ConfigError: The name is unknown, the space is empty, or it has a key or value
-            that a trial cannot have.
+        ConfigError: The name is unknown, the space has no setting, or the file has a
+            key that does not exist or must be the same for all trials, or a value that
+            the configuration refuses.
     """
     if name in SPACES:
         entries = {
@@ -248,8 +253,9 @@ def load_space(name: str, config: Config) -> Space:
 def _has_effect(key: str, config: Config) -> bool:
     """Return whether changing a setting changes the training of a configuration.
 
-    The number of heads has no effect for a method without projection heads, and
-    parameters of crops and colors have none if the preset does not use them.
+    The number of heads and the overclustering factor have no effect for a method
+    without projection heads. The crop scale has none if the preset does not crop and
+    resize large views, and no setting of large views has any with weak augmentation.
 
     Args:
         key: The dotted key of a setting in a named space.
@@ -265,13 +271,14 @@ def _has_effect(key: str, config: Config) -> bool:
 def _changes_features(key: str, config: Config, changed: list[Config]) -> bool:
     """Return whether values of a setting would change the features of a frozen encoder.
 
-    All trials share these features, so such a setting cannot be searched. A setting
-    that changes or unfreezes the encoder counts as well.
+    All trials share these features, so such a setting cannot be searched. For a setting
+    of the section ``model`` the answer is True if it belongs to pretraining, such as a
+    setting that changes or unfreezes the encoder.
 
     Args:
         key: The dotted key of the setting.
-        config: The configuration that the user gave.
-        changed: The configuration with each value of the setting in turn.
+        config: The configuration that the user gave, with a frozen encoder.
+        changed: The configuration with each of some values of the setting in turn.
     """
     # imported here: a plain command line needs no torch
     from uno.data.features import settings
@@ -287,12 +294,15 @@ def _read_entries(path: str) -> dict[str, dict[str, Any]]:
     :func:`~uno.config.load_yaml` flattens ``key: {low: 1}`` to ``key.low: 1``, which is
     undone here.
 
+    Args:
+        path: The path of the file.
+
     Returns:
-        For each dotted key the fields of its :class:`Domain`, such as ``low`` and
-        ``high``.
+        For each dotted key the fields of its :class:`Domain`, some of ``low``,
+        ``high``, ``scale``, ``choices`` and ``reason``.
 
     Raises:
-        ConfigError: An entry has a field that a domain does not have.
+        ConfigError: The file cannot be read, or an entry has another field.
     """
     entries: dict[str, dict[str, Any]] = {}
     for name, value in load_yaml(path).items():
@@ -330,8 +340,8 @@ def grid(space: Space, given: Mapping[str, Any]) -> list[dict[str, Any]]:
 
     Args:
         space: The search space.
-        given: The values by dotted key that trial 0 has, and that are therefore left
-            out.
+        given: The values by dotted key that trial 0 has, those of the user's
+            configuration. This combination is left out.
 
     Returns:
         The combinations, each with its values by dotted key. The value of the last key
@@ -380,8 +390,12 @@ def current(space: Space, config: Config) -> dict[str, Any]:
 def to_tree(space: Space) -> dict[str, dict[str, Any]]:
     """Return a search space as plain data for YAML and JSON.
 
+    Args:
+        space: The search space.
+
     Returns:
-        For each dotted key the fields of its :class:`Domain` that are set.
+        For each dotted key the fields of its :class:`Domain` that are set, such as
+        ``low``, ``high`` and ``scale``.
     """
     trees = (
         pydantic.TypeAdapter(Domain).dump_python(domain, mode="json")
@@ -397,6 +411,10 @@ def from_tree(tree: Mapping[str, Mapping[str, Any]]) -> Space:
     """Return the search space that :func:`to_tree` has turned into plain data.
 
     Args:
-        tree: For each dotted key the fields of its :class:`Domain`.
+        tree: For each dotted key the fields of its :class:`Domain` that are set, such
+            as ``low``, ``high`` and ``scale``.
+
+    Returns:
+        One domain for each searched setting.
     """
     return tuple(Domain(key, **entry) for key, entry in tree.items())

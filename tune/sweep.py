@@ -70,7 +70,9 @@ configuration unchanged. The same command again continues a sweep that was stopp
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run, continue or report on the sweep of a command line; return the exit code.
+    """Run or continue the sweep of a command line, and return the exit code 0.
+
+    With ``--report`` only the report of a sweep is written, with the results so far.
 
     Args:
         argv: The arguments after ``uno tune``.

@@ -110,14 +110,16 @@ def run_trial(
     """Train and score the epochs that a trial still lacks. All ranks call this.
 
     Args:
-        trial: The trial, with the results of the epochs that it has trained before.
+        trial: The trial, with its hyperparameter values and the results of the epochs
+            that it has trained before.
         options: The options of the sweep.
-        folds: The discovery problems that the trial solves.
+        folds: The discovery problems that the trial solves. It trains one model for
+            each of them and each seed.
         num_epochs: The number of epochs to train in all, earlier ones included.
         worker: The process that trains.
-        storage: The directory of the sweep.
-        report: Is called on every rank with the results of each epoch by name, those of
-            earlier epochs first.
+        storage: The directory of the sweep, to which rank 0 appends the results.
+        report: Is called on every rank with the results of each epoch by name, such as
+            ``epoch`` and ``score``, those of earlier epochs first.
 
     Raises:
         NumericsError: The score or the loss is not finite.
@@ -178,14 +180,15 @@ def _mean_results(parts: list[dict[str, float]], num_folds: int) -> dict[str, An
     """Return the results of one epoch, as means over all folds and seeds.
 
     Args:
-        parts: The results of :func:`~tune.score.measure` for each seed and fold: first
-            all folds of the first seed.
+        parts: The results of :func:`~tune.score.measure`, such as ``score`` and
+            ``loss``, for each seed and fold: first all folds of the first seed.
         num_folds: The number of folds.
 
     Returns:
         The mean of each result by its name; ``scores``, the list of all scores;
-        ``rows``, the number of scored rows of all folds; and with several seeds
-        ``spread``, the standard deviation over seeds of the mean score of the folds.
+        ``rows``, the number of scored rows of all folds of one seed; and with several
+        seeds ``spread``, the standard deviation over seeds of the mean score of the
+        folds.
     """
     scores = [part["score"] for part in parts]
     line: dict[str, Any] = {
@@ -207,8 +210,12 @@ def _mean_results(parts: list[dict[str, float]], num_folds: int) -> dict[str, An
 def _clock(worker: Worker) -> Callable[[], dict[str, float]]:
     """Return a stopwatch: a function that returns the seconds since its last call.
 
-    It returns ``seconds`` of wall time, and ``cpu_seconds`` and ``gpu_seconds`` of all
-    workers. These assume that the other workers are as busy as this one.
+    It returns a dict with ``seconds`` of wall time, and with ``cpu_seconds`` and
+    ``gpu_seconds`` of all workers. These assume that the other workers are as busy as
+    this one, and that a GPU is busy all the time.
+
+    Args:
+        worker: The process that trains, with its device and the number of workers.
     """
     last = time.perf_counter(), time.process_time()
 
@@ -230,8 +237,8 @@ def _clock(worker: Worker) -> Callable[[], dict[str, float]]:
 def pretrain_key(config: Config, fold: Fold | FoldRows) -> str:
     """Return a name that identifies the pretraining of a configuration on a fold.
 
-    It is equal for trials that can share the pretraining: those with equal settings of
-    pretraining and equal hidden classes.
+    Trials that have the same name here can share the pretraining: their settings of
+    pretraining are equal, and the fold hides the same classes.
 
     Args:
         config: The configuration of the trial.
@@ -259,9 +266,10 @@ def pretrained_directory(
 ) -> str:
     """Return the directory of the pretraining that a trial starts from.
 
-    If no finished pretraining is shared for the trial's settings, the trial pretrains
-    in its own folder before this returns. That is so if a searcher such as Optuna has
-    chosen the settings. All ranks call this.
+    It is a finished pretraining that trials share, if there is one for the trial's
+    settings and the fold. Otherwise the trial pretrains in its own folder before this
+    returns. That is so if a searcher such as Optuna has chosen the settings, or if the
+    shared pretraining failed. All ranks call this.
 
     Args:
         config: The configuration of the trial.
@@ -285,13 +293,16 @@ def pretrained_directory(
 def pretrain(config: Config, fold: Fold, worker: Worker, folder: Storage) -> str:
     """Pretrain on the labeled rows of a fold, or resume, and return the directory.
 
-    All ranks call this.
+    All ranks call this. Rank 0 writes ``done.json`` at the end.
 
     Args:
         config: The configuration of a trial.
         fold: The discovery problem, with its training rows.
         worker: The process that trains.
         folder: The directory of the pretraining, for checkpoints.
+
+    Returns:
+        The path or URI of ``folder``.
     """
     seconds = _clock(worker)
     if worker.rank == 0:
@@ -303,7 +314,7 @@ def pretrain(config: Config, fold: Fold, worker: Worker, folder: Storage) -> str
 
 
 class Pretraining(NamedTuple):
-    """A pretraining that several trials share.
+    """A pretraining from which one or more trials start.
 
     Attributes:
         key: The name that identifies it, from :func:`pretrain_key`.
@@ -324,12 +335,14 @@ def missing_pretrainings(
 ) -> list[Pretraining]:
     """Return the pretrainings that trials need and that are not done yet.
 
-    Trials with the same settings of pretraining use the same one.
+    Trials with equal settings of pretraining need the same ones, one for each fold and
+    seed.
 
     Args:
         options: The options of the sweep.
         folds: The discovery problems that each trial solves.
-        trials: The searched values of the trials that will run, by dotted key.
+        trials: The searched values of the trials that will run, by dotted key. Only
+            trials whose values are known already are among them.
         storage: The directory of the sweep.
 
     Returns:
@@ -355,10 +368,11 @@ def missing_pretrainings(
 
 
 def run_pretraining(sweep: Sweep, job: Pretraining) -> None:
-    """Train a pretraining that trials share, as a task of Ray.
+    """Train one pretraining from which trials of a sweep start, in a task of Ray.
 
-    An error is ignored here. Trials that do not find the pretraining do it themselves,
-    and report their own error.
+    With ``compute.num_workers`` the task starts a group of workers of Ray Train and
+    waits for them. An error is ignored here. Trials that do not find the pretraining do
+    it themselves, and report their own error.
 
     Args:
         sweep: The facts about the sweep.
@@ -379,11 +393,13 @@ def run_pretraining(sweep: Sweep, job: Pretraining) -> None:
 def _pretrain_shared(
     job: Pretraining, sweep: Sweep, worker: Worker, storage: ClaimedStorage
 ) -> None:
-    """Train a pretraining that trials share, on this process.
+    """Train one pretraining from which trials of a sweep start, on this process.
+
+    With several ranks, all of them call this.
 
     Args:
         job: The pretraining.
-        sweep: The facts about the sweep.
+        sweep: The facts about the sweep, with the reference to its data.
         worker: The process that trains.
         storage: The directory of the sweep.
     """
@@ -396,7 +412,9 @@ def _pretrain_shared(
 def train_trial(sample: dict[str, Any], sweep: Sweep) -> None:
     """Train and score a trial: the trainable function that Ray Tune calls.
 
-    A failure is written to the trial's ``failure.json``, which the driver reads.
+    With ``compute.num_workers`` it starts a group of workers of Ray Train and waits for
+    them. The score of each epoch is reported to Ray Tune. An error is not raised, but
+    written to the trial's ``failure.json``, which the driver reads.
 
     Args:
         sample: Ray Tune's configuration of the trial: ``{"index": number of the
@@ -425,11 +443,11 @@ def train_trial(sample: dict[str, Any], sweep: Sweep) -> None:
 def check_starts(storage: ClaimedStorage, index: int) -> None:
     """Record that a trial starts, and refuse a start if it has died too often.
 
-    Ray Tune starts a trial again whose process died. Starts by an earlier command do
-    not count.
+    Ray Tune starts a trial again whose process died. Starts by an earlier ``uno tune``
+    command do not count.
 
     Args:
-        storage: The directory of the sweep.
+        storage: The directory of the sweep, with the token of this command's lock.
         index: The number of the trial.
 
     Raises:
@@ -447,7 +465,11 @@ def check_starts(storage: ClaimedStorage, index: int) -> None:
 
 
 def _local_worker(sweep: Sweep) -> LocalWorker:
-    """Return this process as the one that trains, on a GPU if the sweep has GPUs."""
+    """Return this process as the one that trains a trial or a pretraining.
+
+    It trains on a GPU if a GPU is reserved for each training process of the sweep, and
+    else on the CPU.
+    """
     return LocalWorker(torch.device("cuda" if "GPU" in sweep.resources else "cpu"))
 
 
@@ -478,12 +500,15 @@ def _run_shared(
 ) -> None:
     """Train and score a trial on this process, with the data in Ray's object store.
 
+    With several ranks, all of them call this.
+
     Args:
         index: The number of the trial.
-        sweep: The facts about the sweep.
+        sweep: The facts about the sweep, with the reference to its data.
         worker: The process that trains.
         storage: The directory of the sweep.
-        report: Ray's function to report results: that of Tune, or of Train.
+        report: Ray's function to report results: that of Tune, or of Train. It gets
+            ``epoch`` and ``score`` after each epoch.
     """
     trial = read_trial(storage, index)
     assert trial is not None
@@ -501,11 +526,12 @@ def _run_shared(
 def _read_folds(sweep: Sweep, folder: Storage) -> list[Fold]:
     """Return the discovery problems of a trial, with the data in Ray's object store.
 
-    This also sets the number of threads of torch to that of a training process.
+    This also sets the number of threads of torch in this process: ``compute.threads``,
+    or by default the CPUs that are reserved for a training process.
 
     Args:
-        sweep: The facts about the sweep.
-        folder: The directory in which unreadable images are listed.
+        sweep: The facts about the sweep, with the reference to its data.
+        folder: The directory in which images are listed that prove unreadable.
     """
     import ray
 
@@ -532,13 +558,19 @@ def _fit(
 
     Args:
         sweep: The facts about the sweep.
-        work: ``{"index": number of the trial}``, or ``{"job": the Pretraining}``.
+        work: What to do: ``{"index": number of the trial}``, or ``{"job": the
+            Pretraining}``.
         name: The name of the run for Ray.
-        progress: Returns a number that grows with every checkpoint.
+        progress: Returns a number that grows with every checkpoint, or with every epoch
+            of the trial.
         callbacks: Callbacks of Ray Train.
 
     Raises:
-        Interrupted: Three groups in a row died without a new checkpoint.
+        UnoError: A worker raised it for the user to act on.
+        Interrupted: Three groups in a row died without progress, or Ray Train's
+            controller was lost.
+        Exception: Another error of the workers' code occurred three times in a row
+            without progress.
     """
     from pipelines.failures import EndWhenHopeless
 
@@ -566,7 +598,11 @@ class _TrialWorker(train.RayWorker):
     """A rank of a trial on Ray Train, which reports no training losses to Ray."""
 
     def report(self, metrics: dict[str, Any]) -> None:
-        """Ignore a line of training metrics; the trial reports its scores itself."""
+        """Ignore a line of training metrics, because a trial reports its scores itself.
+
+        Args:
+            metrics: The metrics by name.
+        """
 
     def should_stop(self, step: int) -> bool:
         """Return False, because Ray Tune itself ends the workers of a stopped trial."""
@@ -579,8 +615,8 @@ def _train_loop(loop: dict[str, Any]) -> None:
     This is Ray Train's ``train_loop_per_worker``.
 
     Args:
-        loop: ``sweep``, a :class:`Sweep`; and either ``index``, the number of the
-            trial, or ``job``, the :class:`Pretraining`.
+        loop: ``sweep``, the facts about the sweep (a :class:`Sweep`); and either
+            ``index``, the number of the trial, or ``job``, the :class:`Pretraining`.
     """
     import ray.train
 

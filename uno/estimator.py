@@ -135,8 +135,9 @@ class NovelClassDiscovery(
         """Find the novel classes, and store the result in the estimator's attributes.
 
         Args:
-            X: Features (N, D): an array, a data frame, or a sparse matrix, which is
-                reduced to at most ``MAX_SPARSE_DIRECTIONS`` dimensions first.
+            X: Features (N, D): an array, a data frame, a column of N vectors, or a
+                sparse matrix, which is reduced to at most ``MAX_SPARSE_DIRECTIONS``
+                dimensions first.
             y: Labels (N,) of any type that can be sorted. Unlabeled rows have -1
                 (numbers, or ``"-1"`` in an array of strings), NaN or None. Without any
                 unlabeled row the result has the known classes alone, with a warning.
@@ -151,7 +152,11 @@ class NovelClassDiscovery(
         self._check_parameters()
         labels, is_labeled = split_labels(y)
         X = validate_data(  # noqa: N806
-            self, X, accept_sparse="csr", dtype=FLOATS, ensure_min_samples=2
+            self,
+            stack_vectors(X),
+            accept_sparse="csr",
+            dtype=FLOATS,
+            ensure_min_samples=2,
         )
         check_consistent_length(X, labels)
         if not is_labeled.any():
@@ -318,7 +323,7 @@ class NovelClassDiscovery(
         """
         check_is_fitted(self)
         X = validate_data(  # noqa: N806
-            self, X, accept_sparse="csr", dtype=FLOATS, reset=False
+            self, stack_vectors(X), accept_sparse="csr", dtype=FLOATS, reset=False
         )
         return self._to_rows(X)
 
@@ -402,6 +407,17 @@ class NovelClassDiscovery(
         if not is_empty.all():
             cosines[:, is_empty] = -np.inf
         return cosines
+
+
+def stack_vectors(X: Any) -> Any:  # noqa: N803
+    """Return a column of vectors of pandas or polars as a matrix (N, D).
+
+    Everything else is returned as it is.
+    """
+    if hasattr(X, "to_numpy") and len(X.shape) == 1:
+        column = X.to_numpy()
+        return np.stack(column) if column.dtype == object else column
+    return X
 
 
 def split_labels(y: ArrayLike) -> tuple[NDArray[Any], NDArray[np.bool_]]:

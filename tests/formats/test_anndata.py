@@ -67,6 +67,19 @@ def test_labels_in_every_encoding_of_obs_are_read(tmp_path, name):
     assert np.array_equal(rows.images.values[:, 0], VALUES)
 
 
+def test_categories_are_read_as_anndata_0_7_stored_them(tmp_path):
+    import h5py
+
+    obs = {"cell_type": [0, -1, 1, 1, -1, 0]}
+    source = write_cells(tmp_path / "c.h5ad", obs, obsm={"X_pca": VALUES})
+    with h5py.File(tmp_path / "c.h5ad", "a") as file:
+        names = np.array(["B", "T"], h5py.string_dtype())
+        categories = file["obs"].create_dataset("__categories/cell_type", data=names)
+        file["obs/cell_type"].attrs["categories"] = categories.ref
+    rows = read(source, columns="label=cell_type")
+    assert rows.labels.to_pylist() == TYPES
+
+
 @pytest.mark.parametrize("kind", ["dense", "float64", "csr_matrix", "csc_matrix"])
 @pytest.mark.parametrize("place", ["X", "X_other"])
 def test_dense_and_sparse_arrays_are_read(tmp_path, kind, place):

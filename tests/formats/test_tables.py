@@ -84,5 +84,8 @@ def test_the_estimator_takes_a_frame(library):
     labels = np.where(truth < 2, truth, -1)
     expected = uno.NovelClassDiscovery(n_novel=2).fit(values, labels).labels_
     frame = library.DataFrame({f"f{i}": values[:, i] for i in range(8)})
-    model = uno.NovelClassDiscovery(n_novel=2).fit(frame, labels)
-    assert np.array_equal(model.labels_, expected)
+    column = library.DataFrame({"embedding": values.tolist()})["embedding"]
+    for features in (frame, column):
+        model = uno.NovelClassDiscovery(n_novel=2).fit(features, labels)
+        assert np.array_equal(model.labels_, expected)
+        assert np.array_equal(model.predict(features[:9]), model.predict(values[:9]))

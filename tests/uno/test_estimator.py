@@ -123,10 +123,11 @@ def test_names_of_novel_classes_avoid_names_of_known_ones(blobs):
         lambda features: features.astype(np.float16),
         lambda features: features.astype(np.float64),
         pd.DataFrame,
+        lambda features: pd.Series([*features]),
         csr_matrix,
         lambda features: features.tolist(),
     ],
-    ids=["float16", "float64", "pandas", "sparse", "list"],
+    ids=["float16", "float64", "pandas", "column", "sparse", "list"],
 )
 def test_every_kind_of_matrix_gives_the_classes(blobs, convert):
     features, classes = blobs

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from sklearn.datasets import load_digits
 
 from uno.clustering.num_classes import (
     Model,
@@ -51,6 +52,20 @@ def test_a_few_outliers_are_no_class():
     assert found.num_novel == 3
 
 
+@pytest.mark.parametrize("gcd", [False, True])
+def test_the_digits_as_pixels_have_their_number_in_the_interval(gcd):
+    digits = load_digits()
+    truth = torch.tensor(digits.target)
+    rows = torch.tensor(digits.data, dtype=torch.float32)
+    is_labeled = truth < 5
+    if gcd:
+        is_labeled &= torch.arange(len(truth)) % 2 == 0
+    found = estimate_num_classes(
+        rows[is_labeled], truth[is_labeled], rows[~is_labeled], gcd, seed=0
+    )
+    assert found.low <= 5 <= found.high <= 8
+
+
 def test_one_known_class_and_few_rows_give_an_estimate():
     labeled, labels, unlabeled = task(1, 2)
     found = estimate_num_classes(labeled, labels, unlabeled[::12], gcd=False, seed=0)
@@ -79,9 +94,8 @@ def test_every_fold_hides_other_classes_and_leaves_some():
         assert all(0 < len(fold) < num_known for fold in folds)
 
 
-def test_the_interval_is_the_relatively_shortest():
-    # 2 to 3 is as long as 6 to 7, but relatively longer
-    assert shortest_interval(np.array([0.4, 0.1, 0, 0, 0.1, 0.4]), 0.5) == (6, 7)
+def test_the_interval_is_the_shortest_and_then_the_most_probable():
+    assert shortest_interval(np.array([0.3, 0.1, 0.1, 0.3, 0.2]), 0.4) == (5, 6)
     assert shortest_interval(np.array([0.05, 0.9, 0.05]), 0.9) == (3, 3)
     assert shortest_interval(np.array([1.0]), 0.9) == (2, 2)
 

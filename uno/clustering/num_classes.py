@@ -4,7 +4,8 @@ Many small clusters are merged again and again, those that mix most first
 (:func:`uno.clustering.neighbors.compute_mixing`). Parts of one class mix much and
 different classes mix little, but how much differs between data sets. The known classes
 tell it: some are hidden, their rows are clustered with the unlabeled rows, and their
-parts and their borders are found again.
+parts and their borders are found again. In generalized category discovery, unlabeled
+rows that probably have known classes are left out first (:func:`rows_to_count`).
 
 For each number K of novel classes, signs compare the merge before K and the merge after
 K with what the hidden classes have shown (:func:`signs_of`). A logistic model turns
@@ -12,9 +13,10 @@ the signs into the probability that there are no more than K classes if there ar
 least K. The probabilities of all numbers follow, and from these the estimate and its
 interval. The model was fitted on tasks of data sets whose classes are known, and is
 stored with its source in ``num_classes.json`` (written by ``python -m
-benchmarks.numbers fit``). Neither the number of the known classes nor their sizes are
-signs, because they say nothing about how many classes are new. There are at least two
-novel classes: one class leaves nothing to cluster.
+benchmarks.numbers fit``), with the level of the intervals in each setting. Neither the
+number of the known classes nor their sizes are signs, because they say nothing about
+how many classes are new. There are at least two novel classes: one class leaves nothing
+to cluster.
 """
 
 import json
@@ -58,11 +60,13 @@ SMALLEST_SHARE = 0.25  # a class has this share of the rows of the smallest know
 ENOUGH_SHARE = 0.02  # a cluster with this share of the unlabeled rows can be a class
 NUM_FOLDS = 2  # sets of known classes that are hidden
 MAX_HIDDEN = 5  # known classes that are hidden at a time
-NUM_NEAR = 5  # neighbors that tell unlabeled rows of a hidden class
+MIN_NEIGHBORS, MAX_NEIGHBORS = 10, 100  # of a row that may have a known class
+NUM_LABELED = 5  # labeled ones among the neighbors of a labeled row, on average
+NEAR_SHARE = 0.5  # of these, from which on an unlabeled row counts as known
+MIN_ROWS = 20  # unlabeled rows that are left at least
 NUM_HEIGHTS = 3  # mixings between two merges at which hidden classes are compared
 FLOOR, CEILING = 0.01, 3.0  # mixings below and above count as these
 PRIORITY = 1e3  # above every mixing, for clusters that merge first
-LEVEL = 0.8  # probability of the interval, which holds about nine tenths of tasks
 RIDGE = 3.0  # penalty of the squared weights of standardized signs
 # logarithm of a mixing between that of parts of one class and that of classes, where
 # hidden classes show none: about the mean of the tasks of benchmarks/numbers.py
@@ -93,7 +97,7 @@ class Model:
     Attributes:
         weights: The weight (S,) of each sign of :func:`signs_of`.
         intercept: The log-odds where all signs are 0.
-        level: Least probability of the interval.
+        level: Least probability of the interval, above 0.5: then it holds the median.
     """
 
     weights: Sequence[float]
@@ -108,7 +112,6 @@ class Model:
         probabilities = stop * np.append(1.0, np.cumprod(1 - stop)[:-1])
         low, high = shortest_interval(probabilities, self.level)
         median = MIN_NOVEL + int(np.searchsorted(probabilities.cumsum(), 0.5))
-        median = min(max(median, low), high)
         return NumClasses(probabilities.tolist(), median, low, high)
 
 
@@ -150,7 +153,7 @@ def estimate_num_classes(
     signs = find_signs(labeled, labels, unlabeled, gcd, seed)
     if max_novel is not None:
         signs = signs[: max(1, max_novel - MIN_NOVEL + 1)]
-    return stored_model()(signs)
+    return stored_model(gcd)(signs)
 
 
 def pairs_of_one_class(
@@ -199,14 +202,18 @@ def find_signs(
     features = torch.cat([labeled[chosen], unlabeled])
     rows = fit_principal_space(features)(features)
     known = F.pad(labels, (0, len(unlabeled)), value=FREE)
+    if gcd:
+        counted = rows_to_count(rows, known)
+        rows, known = rows[counted], known[counted]
+    num_unlabeled = int((known == FREE).sum())
     min_rows = max(
         3.0,
         min(
             SMALLEST_SHARE * share * int(class_sizes.min()),
-            ENOUGH_SHARE * len(unlabeled),
+            ENOUGH_SHARE * num_unlabeled,
         ),
     )
-    clustering, clusters = small_clusters(rows, known, gcd, seed)
+    clustering, clusters = small_clusters(rows, known, seed)
     merges = [
         merge
         for merge in merge_all(clustering, clusters, min_rows)
@@ -214,7 +221,7 @@ def find_signs(
     ]
     heights = _log_mixing([merge.mixing for merge in reversed(merges)])
     hidden = [
-        find_hidden(rows, known, classes, gcd, seed, min_rows)
+        find_hidden(rows, known, classes, seed, min_rows)
         for classes in hidden_classes(len(class_sizes), seed)
     ]
     parts = [mixed for found in hidden for mixed in found.parts]
@@ -258,15 +265,46 @@ def signs_of(
     return np.stack([following - reference, last - reference, found_again], axis=1)
 
 
+def rows_to_count(rows: Tensor, labels: Tensor) -> Tensor:
+    """Tell which rows are left if unlabeled rows of known classes are left out.
+
+    Such a row has about as many labeled neighbors as a labeled row has, and a row of a
+    novel class has few. Unlabeled rows with at least ``NEAR_SHARE`` of that number are
+    left out. The neighbors are so many that a labeled row has about ``NUM_LABELED``
+    labeled ones among them: if few rows of a known class have labels, the nearest
+    neighbors of an unlabeled row say little.
+
+    Args:
+        rows: Rows (N, P), not yet whitened.
+        labels: Their classes int64 (N,), or FREE.
+
+    Returns:
+        A mask (N,), true for all labeled rows. It is true for all rows if fewer than
+        ``MIN_ROWS`` unlabeled ones would be left.
+    """
+    is_known = labels != FREE
+    white = rows @ fit_whitening(rows[is_known], labels[is_known])
+    neighbors = find_neighbors(F.normalize(white, dim=1), MAX_NEIGHBORS)
+    has_label = is_known[neighbors].double()
+    share = float(has_label[is_known, :MIN_NEIGHBORS].mean())
+    num = max(
+        MIN_NEIGHBORS, round(NUM_LABELED / max(share, NUM_LABELED / MAX_NEIGHBORS))
+    )
+    shares = has_label[:, :num].mean(dim=1)
+    is_counted = is_known | (shares < NEAR_SHARE * shares[is_known].mean())
+    if int((is_counted & ~is_known).sum()) < MIN_ROWS:
+        return torch.ones_like(is_known)
+    return is_counted
+
+
 def small_clusters(
-    rows: Tensor, labels: Tensor, gcd: bool, seed: int
+    rows: Tensor, labels: Tensor, seed: int
 ) -> tuple[Clustering, Tensor]:
     """Divide the unlabeled rows into more clusters than there are classes.
 
     Args:
         rows: Rows (N, P), not yet whitened.
         labels: Their classes int64 (N,), or FREE.
-        gcd: Whether unlabeled rows can belong to known classes.
         seed: Seed of k-means.
 
     Returns:
@@ -277,21 +315,21 @@ def small_clusters(
     white = rows @ fit_whitening(rows[is_known], labels[is_known])
     num_free = int((~is_known).sum())
     num = min(max(num_free // MIN_ROWS_PER_CLUSTER, 6), MAX_CLUSTERS, num_free // 2)
-    clustering = Clustering.of(F.normalize(white, dim=1), labels, max(1, num), gcd)
+    clustering = Clustering.of(F.normalize(white, dim=1), labels, max(1, num), False)
     return clustering, clustering.partition(SMOOTHED, max(1, num), 1, seed)
 
 
 def merge_all(
     clustering: Clustering, clusters: Tensor, min_rows: float
 ) -> Iterator[Merge]:
-    """Merge novel clusters until one is left, those that mix most first.
+    """Merge clusters of unlabeled rows until one is left, those that mix most first.
 
     Clusters of less than ``min_rows`` rows merge before all others, so that a few
-    outliers do not count as a class. A novel cluster may merge into a known one. Pairs
-    that do not mix are ordered by the cosine of their means.
+    outliers do not count as a class. Pairs that do not mix are ordered by the cosine of
+    their means.
 
     Args:
-        clustering: The rows.
+        clustering: The rows, of which only unlabeled ones take part.
         clusters: Their clusters int64 (N,), known ones first.
         min_rows: Rows from which on a cluster can be a class.
     """
@@ -299,14 +337,12 @@ def merge_all(
     links, sizes = links.clone(), sizes.clone()
     means = cluster_means(clustering.points, clusters, len(sizes))
     tie_breaker = 1e-6 * (means @ means.T).double()
-    is_novel = torch.arange(len(sizes)) >= clustering.num_known
     left = sizes > 0
-    may_merge = (is_novel[:, None] | is_novel).triu(1)
     closeness = compute_mixing(links, sizes) + tie_breaker
-    for _ in range(int((left & is_novel).sum()) - 1):
-        is_small = (sizes < min_rows) & is_novel
+    for _ in range(int(left.sum()) - 1):
+        is_small = sizes < min_rows
         priority = closeness + PRIORITY * (is_small[:, None] | is_small)
-        priority[~(may_merge & left[:, None] & left)] = -torch.inf
+        priority[~(left[:, None] & left).triu(1)] = -torch.inf
         first, second = divmod(int(priority.argmax()), len(sizes))
         num_rows = int(min(sizes[first], sizes[second]))
         yield Merge(first, second, float(closeness[first, second]), num_rows)
@@ -356,34 +392,26 @@ def find_hidden(
     rows: Tensor,
     labels: Tensor,
     classes: Sequence[int],
-    gcd: bool,
     seed: int,
     min_rows: float,
 ) -> Hidden:
     """Hide the labels of some known classes, and find the classes again.
 
-    The rows are whitened by the other known classes. In GCD, unlabeled rows whose
-    nearest rows are mostly of hidden classes are left out: they probably belong to
-    these classes, and would count as errors.
+    The rows are whitened by the other known classes.
 
     Args:
         rows: Rows (N, P), not yet whitened.
         labels: Their classes int64 (N,), or FREE.
         classes: The classes to hide, not all of the known ones.
-        gcd: Whether unlabeled rows can belong to known classes.
         seed: Seed of k-means.
         min_rows: Rows from which on a cluster can be a class.
     """
     is_hidden = torch.isin(labels, torch.tensor(classes))
-    if gcd:
-        kept_rows = _without_unlabeled_of(rows, labels, is_hidden)
-        rows, labels = rows[kept_rows], labels[kept_rows]
-        is_hidden = is_hidden[kept_rows]
     others = labels.masked_fill(is_hidden, FREE)
     names, renamed = others[others != FREE].unique(return_inverse=True)
     rest = others.clone()
     rest[others != FREE] = renamed
-    clustering, clusters = small_clusters(rows, rest, gcd, seed)
+    clustering, clusters = small_clusters(rows, rest, seed)
     num_clusters = len(names) + clustering.num_novel
     total = clusters[rest == FREE].bincount(minlength=num_clusters).numpy().copy()
     table = np.stack(
@@ -413,28 +441,29 @@ def find_hidden(
 def shortest_interval(
     probabilities: NDArray[np.float64], level: float
 ) -> tuple[int, int]:
-    """Return the numbers that hold a probability, in the relatively shortest interval.
+    """Return the shortest interval of numbers that holds a probability.
 
     Args:
         probabilities: The probability (K,) of 2, 3, ... classes, of sum 1.
-        level: The probability of the interval, below 1.
+        level: The least probability of the interval, below 1.
 
     Returns:
-        The lower and the upper end, with the smallest ratio of (upper + 0.5) to
-        (lower - 0.5) of all intervals that hold at least ``level``.
+        The lower and the upper end. Of several intervals of the same length, the most
+        probable one is returned.
     """
     below = np.append(0.0, probabilities.cumsum())
-    ends = np.searchsorted(below, below[:-1] + level - 1e-9)
+    stops = np.searchsorted(below, below[:-1] + level - 1e-9)
     found = [
-        ((end + 1.5) / (low - 0.5), low, end + MIN_NOVEL - 1)
-        for low, end in enumerate(ends.tolist(), start=MIN_NOVEL)
-        if end <= len(probabilities)
+        (stop - start, below[start] - below[stop], start)
+        for start, stop in enumerate(stops.tolist())
+        if stop <= len(probabilities)
     ]
-    return min(found)[1:]
+    length, _, start = min(found)
+    return MIN_NOVEL + start, MIN_NOVEL + start + length - 1
 
 
 def fit_model(
-    signs: Sequence[NDArray[np.float64]], truth: Sequence[int], level: float = LEVEL
+    signs: Sequence[NDArray[np.float64]], truth: Sequence[int], level: float
 ) -> Model:
     """Fit the model to tasks whose number of novel classes is known.
 
@@ -475,16 +504,20 @@ def calibration() -> dict[str, Any]:
 
     Returns:
         ``source``: the command that wrote it; ``sets`` and ``num_tasks``: its data;
-        ``model``: the fields of a :class:`Model`.
+        ``num_novel``: the smallest and the largest true number of these tasks;
+        ``weights`` and ``intercept`` of the :class:`Model`; ``levels``: "ncd" and "gcd"
+        -> the level at which the intervals hold about 85 % of these tasks.
     """
     text = files("uno.clustering").joinpath(CALIBRATION_FILE).read_text("utf-8")
     found: dict[str, Any] = json.loads(text)
     return found
 
 
-def stored_model() -> Model:
-    """Return the model of the stored calibration."""
-    return Model(**calibration()["model"])
+def stored_model(gcd: bool) -> Model:
+    """Return the model of the stored calibration for a setting."""
+    found = calibration()
+    level = found["levels"]["gcd" if gcd else "ncd"]
+    return Model(found["weights"], found["intercept"], level)
 
 
 def _spread(rows: Tensor, max_rows: int) -> Tensor:
@@ -531,13 +564,3 @@ def _halves_mixing(clustering: Clustering, members: Tensor, seed: int) -> float 
         return None
     links = count_links(clustering.neighbors, groups, 3)
     return float(mixing_of_cluster(links, sizes, 1)[2])
-
-
-def _without_unlabeled_of(rows: Tensor, labels: Tensor, is_hidden: Tensor) -> Tensor:
-    """Return a mask (N,) without the unlabeled rows that belong to hidden classes.
-
-    An unlabeled row is left out if most of its nearest rows have a hidden class.
-    """
-    neighbors = find_neighbors(F.normalize(rows, dim=1), NUM_NEAR)
-    near = is_hidden[neighbors].double().mean(dim=1) > 0.5
-    return ~(near & (labels == FREE))

@@ -21,12 +21,11 @@ import pyarrow.compute
 from uno.data.decode import BadImage, read_header
 from uno.data.files import Storage
 from uno.data.h5ad import format_h5ad
-from uno.data.label_files import match_images
+from uno.data.label_files import LOCAL_FILE, match_images
 from uno.errors import ConfigError, StorageError, one_line
 from uno.results.folders import write_csv
 from uno.results.predictions import COLUMNS, read_batches, read_columns, read_identity
 
-LOCAL_FILES = "/data/local-files/?d="  # how Label Studio serves files of its own disk
 FACTS = ("id", "uri", "class_name", "kind", "probability")
 CELLS_FILE = "predictions.h5ad"
 EMBEDDING = "X_uno"  # array of obsm in CELLS_FILE
@@ -105,7 +104,7 @@ def write_label_studio(
     for row in rows:
         image = locate_image(row, images)
         if image.startswith("/"):
-            image = LOCAL_FILES + quote(image[1:])
+            image = LOCAL_FILE + quote(image[1:])
         names.add(row["class_name"])
         choice = {
             "from_name": "class",
@@ -272,7 +271,7 @@ def measure_image(path: str | None) -> dict[str, str]:
     if path is None:
         return {}
     try:
-        _, width, height = read_header(path)
+        _, width, height, *_ = read_header(path)
     except (BadImage, StorageError):
         return {}
     return {"width": str(width), "height": str(height)}

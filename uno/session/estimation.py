@@ -3,6 +3,7 @@
 import time
 from collections.abc import Collection
 
+from uno.clustering.num_classes import calibration
 from uno.config import Config, override
 from uno.data.files import Storage
 from uno.data.splits import decide_setting, train_rows
@@ -94,7 +95,7 @@ def format_estimate(estimate: Estimate) -> str:
     Returns:
         A table with one row for each number k of novel classes that was tried: its
         probability for a frozen encoder, otherwise its scores. Then the estimate with
-        its interval, and the command that can follow.
+        its interval, the command that can follow, and warnings.
     """
     lines = _curve_lines(estimate) if estimate.splits else _probability_lines(estimate)
     lines.append(
@@ -111,6 +112,12 @@ def format_estimate(estimate: Estimate) -> str:
         "next: extra classes can be merged later with uno classes, missing ones"
         f" cannot: --num-novel {estimate.suggested} ({reason})"
     )
+    smallest, largest = calibration()["num_novel"]
+    if not estimate.splits and estimate.high >= largest:
+        lines.append(
+            f"warning: the estimate was calibrated on {smallest} to {largest} new"
+            " classes; it was mostly too low where there were more"
+        )
     if estimate.at_limit:
         again = f"repeat uno estimate-classes with --max-novel {2 * estimate.ks[-1]}"
         lines.append(f"warning: the interval reaches the largest number tried; {again}")

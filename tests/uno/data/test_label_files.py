@@ -109,6 +109,7 @@ def test_an_image_in_several_classes_has_no_label_and_is_named(tmp_path):
         ("x.json", [{"annotations": 3, "data": {"image": "a.png"}}], "damaged"),
         ("x.json", [task({"text": "hello"}, submitted("owl"))], "no image"),
         ("x.json", [task("a.png")], "no label of a person"),
+        ("x.json", [task("a.png", submitted("owl", "jay"))], "in several classes"),
         (
             "x.json",
             [
@@ -157,6 +158,7 @@ def test_labels_of_a_file_replace_those_of_the_source(tmp_path):
         "https://example.org/photos/new/b%20c.png?token=1",
         "new/b c.png",
         "b c.png",
+        "/data/upload/2/a657eb98-b_c.png",
     ],
 )
 def test_images_are_found_by_their_path_where_the_file_has_no_ids(tmp_path, address):

@@ -17,6 +17,7 @@ from uno.errors import ConfigError
 from uno.presets import preset
 from uno.results import estimate as estimating
 from uno.results.estimate import (
+    Estimate,
     Features,
     Settings,
     Split,
@@ -179,6 +180,12 @@ def test_a_finished_estimate_is_returned_and_another_seed_is_not(estimate):
         (replace(settings, num_restarts=2), config, train),
     ):
         assert estimate(*data, *change).key != first.key and len(estimate.calls) == 2
+
+
+def test_numbers_beyond_the_calibration_have_a_warning():
+    found = Estimate(8, 6, 12, 8, False, [8], {"probability": [1.0]}, {}, "")
+    assert "calibrated on 2 to 10" in format_estimate(found)
+    assert "calibrated" not in format_estimate(replace(found, high=9))
 
 
 def test_too_little_to_go_by(tmp_path):
