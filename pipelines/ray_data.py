@@ -152,7 +152,7 @@ def worker_sets(
         else:
             images = seen = pixels_of(ray.get(loop["images"]), side)
         return train_set(images, **rows), truth(
-            lambda own, true, free: EvalSet(seen.select_rows(own), true, own, free)
+            lambda own, true, free: EvalSet(true, own, free, seen)
         )
 
     # The error is raised here, so Ray need not log it.

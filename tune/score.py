@@ -325,7 +325,7 @@ def open_folds(
         Fold(
             name,
             train_set(blocks, **train),
-            EvalSet(seen.select_rows(rows), truth, rows, novel),
+            EvalSet(truth, rows, novel, seen),
             hidden,
         )
         for name, train, (rows, truth, novel), hidden in folds

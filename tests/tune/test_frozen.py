@@ -112,7 +112,7 @@ def test_trials_and_later_sweeps_share_features_that_are_computed_once(
     for fold in folds_of(data, options.config):
         rows = fold.scored.index.numpy()
         assert torch.equal(
-            fold.scored.images[:], torch.from_numpy(data.images[rows, 0])
+            fold.scored.images[rows], torch.from_numpy(data.images[rows, 0])
         )
         assert fold.train.unlabeled_images.shape[1:] == data.images.shape[1:]
 

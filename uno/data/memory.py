@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -260,30 +260,44 @@ class TrainSet:
 
 
 @dataclass(frozen=True, eq=False)
-class EvalSet:
-    """N rows with a true class, in memory. Only evaluation reads them.
+class EvalRows:
+    """N rows with a true class. Only evaluation reads them.
 
     Attributes:
-        images: Images uint8 (N, 3, S, S), or features float32 (N, D).
         truth: Index of the true class among known + novel classes, int64 (N,).
         index: Row number among all rows of the run, int64 (N,).
         unlabeled: Whether training does not see the row's label, bool (N,). This holds
             also for rows that training does not see at all.
     """
 
-    images: RowBlocks
     truth: Tensor
     index: Tensor
     unlabeled: Tensor
 
-    def where(self, chosen: Tensor) -> EvalSet:
+    def where(self, chosen: Tensor) -> Self:
         """Return the set of only some of its N rows.
 
         Args:
             chosen: Whether each row is kept, bool (N,).
         """
-        rest = self.truth[chosen], self.index[chosen], self.unlabeled[chosen]
-        return EvalSet(self.images.select_rows(chosen), *rest)
+        return replace(
+            self,
+            truth=self.truth[chosen],
+            index=self.index[chosen],
+            unlabeled=self.unlabeled[chosen],
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class EvalSet(EvalRows):
+    """Rows with a true class, in memory.
+
+    Attributes:
+        images: Images uint8 (M, 3, S, S), or features float32 (M, D), of all M rows of
+            the run.
+    """
+
+    images: RowBlocks
 
     def batches(
         self, batch_size: int, rank: int = 0, world_size: int = 1
@@ -300,7 +314,7 @@ class EvalSet:
         """
         for rows in torch.arange(rank, len(self.truth), world_size).split(batch_size):
             if len(rows):
-                yield self.images[rows], self.truth[rows]
+                yield self.images[self.index[rows]], self.truth[rows]
 
     def choose_rows(self, num: int) -> list[np.ndarray]:
         """Choose a sample of the rows, evenly spaced.
@@ -326,7 +340,9 @@ class EvalSet:
             For each batch the positions of its rows in the sample, int64 (b,); and the
             function that reads batches, see :data:`Read`.
         """
-        return plan_reading([(self.images, rows) for rows in chosen], batch_size)
+        index = self.index.numpy()
+        parts = [(self.images, index[rows]) for rows in chosen]
+        return plan_reading(parts, batch_size)
 
 
 def plan_reading(
@@ -452,7 +468,7 @@ def eval_sets(task: Task, images: Tensor, ok: np.ndarray) -> dict[str, EvalSet]:
     """
     values = RowBlocks([images if images.ndim == 4 else images[:, 0]])
     return {
-        split: EvalSet(values.select_rows(rows), truth, rows, unlabeled)
+        split: EvalSet(truth, rows, unlabeled, values)
         for split, (rows, truth, unlabeled) in truth_rows(task, ok).items()
     }
 

@@ -35,7 +35,7 @@ from uno.data.decode import (
 )
 from uno.data.files import Storage
 from uno.data.images import Images, InMemory, batches_of, spread
-from uno.data.memory import EvalSet, Read, TrainSet
+from uno.data.memory import EvalRows, EvalSet, Read, TrainSet
 from uno.data.sampling import Batch, Order, Plan, augment_generator
 from uno.data.splits import Task, train_rows, truth_rows
 from uno.data.unreadable import BadRows
@@ -648,33 +648,14 @@ def _with_images(job: CropJob) -> Iterator[tuple[np.ndarray, np.ndarray, Images]
 
 
 @dataclass(frozen=True, eq=False)
-class StreamedEvalSet:
-    """N rows with a true class, decoded when they are evaluated.
-
-    Only evaluation reads them.
+class StreamedEvalSet(EvalRows):
+    """Rows with a true class, decoded when they are evaluated.
 
     Attributes:
-        truth: Index of the true class among known + novel classes, int64 (N,).
-        index: Row number among all rows of the run, int64 (N,).
-        unlabeled: Whether training does not see the row's label, bool (N,).
         source: The images of all rows of the run.
     """
 
-    truth: Tensor
-    index: Tensor
-    unlabeled: Tensor
     source: StreamedImages
-
-    def where(self, chosen: Tensor) -> StreamedEvalSet:
-        """Return the set of only some of its N rows.
-
-        Args:
-            chosen: Whether each row is kept, bool (N,).
-        """
-        truth, index, unlabeled = (
-            rows[chosen] for rows in (self.truth, self.index, self.unlabeled)
-        )
-        return replace(self, truth=truth, index=index, unlabeled=unlabeled)
 
     def batches(
         self, batch_size: int, rank: int = 0, world_size: int = 1

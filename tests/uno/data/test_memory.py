@@ -51,7 +51,8 @@ def test_sets_of_the_digits():
         == len(sets["train"].truth)
     )
     for found in sets.values():
-        assert torch.equal(found.images[:], images[found.index])
+        ((pixels, _),) = found.batches(len(images))
+        assert torch.equal(pixels, images[found.index])
         assert found.truth.tolist() == [
             int(task.rows.labels.to_pylist()[i]) for i in found.index
         ]
@@ -315,7 +316,8 @@ def test_evaluation_reads_the_evaluation_view_of_cached_features():
     )
     sets = eval_sets(task, features, np.ones(1797, dtype=bool))
     for found in sets.values():
-        assert torch.equal(found.images[:], found.index[:, None].float())
+        ((views, _),) = found.batches(len(features))
+        assert torch.equal(views, found.index[:, None].float())
     images = keep_pixels(task, features, [None] * 1797).rows.images
     assert torch.equal(images.prepared(np.arange(1797))[0], features[:, 0])
     assert torch.equal(

@@ -134,7 +134,7 @@ def test_every_row_is_counted_exactly_once(num_rows, world_size, batch_size):
         torch.arange(num_rows) // 256,
     )
     rows, model = (
-        EvalSet(images, truth, torch.arange(num_rows), truth < 0),
+        EvalSet(truth, torch.arange(num_rows), truth < 0, images),
         Spelled(known, novel).eval(),
     )
     shares = [rows.batches(batch_size, rank, world_size) for rank in range(world_size)]

@@ -123,7 +123,7 @@ def kmeans_by_hand(storage: Storage) -> float:
     model = build_network(CONFIG, 5, 0, 0)
     run.load_weights_(model, CONFIG, storage)
     novel = sets["train"].where(sets["train"].truth >= 5)
-    features = features_of(model.eval(), novel.images, CONFIG)
+    features = features_of(model.eval(), novel.images[novel.index], CONFIG)
     clusters = direction_clusters(features, 5, CONFIG.seed)
     return score_clusters(novel.truth, clusters, 5)["acc"]
 
