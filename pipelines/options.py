@@ -88,9 +88,15 @@ class Argument(NamedTuple):
         """
         if self.type is bool:
             return 1 if self.key and not self.negated else 0
-        return {tuple: len(get_args(self.type)), list: MANY}.get(
-            get_origin(self.type), 1
-        )
+        kind = self.plain_type
+        return {tuple: len(get_args(kind)), list: MANY}.get(get_origin(kind), 1)
+
+    @property
+    def plain_type(self) -> Any:
+        """The type without None, such as int for ``int | None``."""
+        kinds = get_args(self.type)
+        is_optional = NoneType in kinds and len(kinds) == 2
+        return kinds[kinds[0] is NoneType] if is_optional else self.type
 
     @property
     def takes_numbers(self) -> bool:
@@ -98,7 +104,8 @@ class Argument(NamedTuple):
 
         They are if its type contains ``int`` or ``float``.
         """
-        return not {int, float}.isdisjoint(get_args(self.type) or (self.type,))
+        kinds = get_args(self.plain_type) or (self.plain_type,)
+        return not {int, float}.isdisjoint(kinds)
 
     def value(self, name: str, words: Sequence[str]) -> Any:
         """Return the value of this argument for the words that follow its name.
@@ -125,12 +132,12 @@ class Argument(NamedTuple):
         )
         if not words or "" in words:
             raise ConfigError(f"{name} needs {wanted}")
+        if NoneType in types and [word.lower() for word in words] == ["none"]:
+            return None
         if len(words) > most or (most != MANY and len(words) < most):
             raise ConfigError(
                 f"{name} takes {wanted}, got {' '.join(map(repr, words))}"
             )
-        if NoneType in types and words[0].lower() == "none":
-            return None
         return words if most > 1 else words[0]
 
 

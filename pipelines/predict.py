@@ -30,6 +30,7 @@ from pipelines.ray_data import (
 )
 from pipelines.workarounds import NODE
 from uno.config import Config
+from uno.data.decode import Decoding
 from uno.data.files import Storage
 from uno.data.images import Images, InMemory, from_columns, to_columns
 from uno.data.rows import Rows
@@ -336,7 +337,7 @@ def encode_on_ray(
         decode_block,
         side=size,
         images=images.reader(),
-        interpolation=config.data.interpolation,
+        how=Decoding.of(config.data),
     )
     with ray_env.connect() as ray, suppress(ray.exceptions.RayError):
         loaded = (ray.put(dict(files)),)

@@ -32,7 +32,7 @@ from pipelines.workarounds import NODE
 from uno.config import Config
 from uno.crops import Cropper
 from uno.data import stream
-from uno.data.decode import DecodedBatch, Interpolation, decode_many, ok_mask
+from uno.data.decode import PLAIN, DecodedBatch, Decoding, decode_many, ok_mask
 from uno.data.files import Storage
 from uno.data.images import Images, from_columns, to_columns
 from uno.data.memory import EvalSet, RowBlocks, train_set
@@ -165,7 +165,7 @@ def worker_sets(
     )
     images, ids = ray.get(loop["source"]), ray.get(loop["ids"])
     bad = BadRows(ids, images, config.data.max_bad_fraction, storage)
-    decode = decode_on_ray(ray, loop["source"], side, limits, config.data.interpolation)
+    decode = decode_on_ray(ray, loop["source"], side, limits, Decoding.of(config.data))
     source = stream.StreamedImages(images, side, decode, bad)
     crop = crop_on_ray(ray, loop["source"], limits)
     return stream.StreamSet(source, **rows, crop=crop), truth(
@@ -174,7 +174,7 @@ def worker_sets(
 
 
 def decode_task(
-    ray: Any, task: Task, side: int, interpolation: Interpolation = "bilinear"
+    ray: Any, task: Task, side: int, how: Decoding = PLAIN
 ) -> tuple[list[Any], list[str | None]]:
     """Decode all images of a run once, before training.
 
@@ -185,7 +185,7 @@ def decode_task(
         ray: The module ``ray``, connected to a cluster.
         task: All rows of the run, with their encoded images.
         side: The side in pixels of the squares to which images are resized.
-        interpolation: The interpolation of the resizing.
+        how: How the images are resized and scaled to 8 bits.
 
     Returns:
         References to Arrow tables in the object store, which together have one row for
@@ -198,7 +198,7 @@ def decode_task(
 
     images, rows = task.rows.images, np.arange(len(task.rows))
     if len(rows) < FEW_ROWS:
-        pixels, reasons = decode_many(images, side, interpolation=interpolation)
+        pixels, reasons = decode_many(images, side, how=how)
         table = _pixel_table(pixels.flatten(1).numpy(), reasons).append_column(
             "row", pa.array(rows)
         )
@@ -207,9 +207,7 @@ def decode_task(
         image_block(images, rows[i : i + ROWS_PER_BLOCK])
         for i in rows[::ROWS_PER_BLOCK]
     ]
-    decode = partial(
-        decode_block, side=side, images=images.reader(), interpolation=interpolation
-    )
+    decode = partial(decode_block, side=side, images=images.reader(), how=how)
     batches = {
         "batch_format": "pyarrow",
         "batch_size": ROWS_PER_DECODE,
@@ -275,7 +273,7 @@ def decode_block(
     block: pa.Table,
     side: int,
     images: Images | None,
-    interpolation: Interpolation = "bilinear",
+    how: Decoding = PLAIN,
 ) -> pa.Table:
     """Decode the images of a table of :func:`image_block`, in a process of Ray Data.
 
@@ -284,14 +282,14 @@ def decode_block(
         side: The side in pixels of the squares to which images are resized.
         images: Reads the images by the column ``number``; None if the table has the
             images themselves.
-        interpolation: The interpolation of the resizing.
+        how: How the images are resized and scaled to 8 bits.
 
     Returns:
         A table with the columns ``pixels`` (3 * side * side bytes, zeros for an
         unreadable image), ``reason`` (why the image cannot be read, or None) and
         ``row``.
     """
-    pixels, reasons = decode_many(from_columns(block, images), side, 1, interpolation)
+    pixels, reasons = decode_many(from_columns(block, images), side, 1, how)
     return _pixel_table(pixels.flatten(1).numpy(), reasons).append_column(
         "row", block["row"]
     )
@@ -437,7 +435,7 @@ def decode_on_ray(
     source: Any,
     side: int,
     limits: Cropping,
-    interpolation: Interpolation = "bilinear",
+    how: Decoding = PLAIN,
 ) -> Callable[[Iterable[np.ndarray]], Iterator[DecodedBatch]]:
     """Return a function that decodes batches of images by processes of Ray Data.
 
@@ -450,14 +448,14 @@ def decode_on_ray(
         side: The side in pixels of the squares to which images are resized.
         limits: The number of processes, and the bytes of the object store that they may
             use.
-        interpolation: The interpolation of the resizing.
+        how: How the images are resized and scaled to 8 bits.
 
     Returns:
         A function that takes batches of row numbers int64 (b,), and yields for each
         batch its row numbers, its pixels uint8 (b, 3, side, side), and for each row the
         reason why its image cannot be read, or None.
     """
-    decode = partial(decode_block, side=side, interpolation=interpolation)
+    decode = partial(decode_block, side=side, how=how)
     run = _execution_runner(ray, decode, source, limits, CHUNK_BYTES)
 
     def decoded(batches: Iterable[np.ndarray]) -> Iterator[DecodedBatch]:

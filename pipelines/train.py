@@ -26,7 +26,7 @@ import uno.runs.run as training
 from pipelines import nodes, ray_data, ray_env, workarounds
 from pipelines.features import compute_on_ray
 from uno.config import Config, override, to_dict
-from uno.data.decode import ok_mask
+from uno.data.decode import Decoding, ok_mask
 from uno.data.files import Storage, join, split
 from uno.data.memory import keep_pixels
 from uno.distributed import GroupWorker
@@ -370,7 +370,7 @@ def run_on_ray(run: Run, show: Show) -> dict[str, float]:
             leave_out_unreadable(reasons, config, task, storage)
         elif not streams:
             images, reasons = ray_data.decode_task(
-                ray, task, side, config.data.interpolation
+                ray, task, side, Decoding.of(config.data)
             )
             leave_out_unreadable(reasons, config, task, storage)
         if stopping.is_set():

@@ -47,7 +47,7 @@ import uno
 from pipelines import cli
 from tests.uno.data.builders import encoded
 from uno.config import Config, override
-from uno.data.decode import decode_many, to_rgb
+from uno.data.decode import Decoding, decode_many, to_rgb
 from uno.encoders.build import build_encoder
 from uno.results.infer import NUMBERS
 from uno.results.predictions import COLUMNS, FOLDER
@@ -541,7 +541,7 @@ def check(
         lines += check_folders(out / "by_class", rows, found)
 
     model = uno.load(run)
-    how = model._classifier.config.data.interpolation
+    how = Decoding.of(model._classifier.config.data)
     vectors = case["form"] in VECTORS
     squares = (
         torch.from_numpy(np.stack([vector_of(row) for row in rows]))

@@ -21,7 +21,7 @@ from tests.agreement import (
     specs,
 )
 from tests.fuzz import CORPUS
-from uno.data.decode import decoded
+from uno.data.decode import Decoding, decoded
 from uno.results import export, folders, predictions
 from uno.results.classes import without_merges
 from uno.session import api, pipeline
@@ -129,7 +129,7 @@ PLANTED = {
     },
     "predict of bytes": {
         (api, "decoded"): lambda *args, **how: decoded(
-            *args, **how | {"interpolation": "bicubic"}
+            *args, **how | {"how": Decoding("bicubic")}
         )
     },
     "embedding": {

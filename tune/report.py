@@ -241,7 +241,10 @@ def _parabola_basis(positions: NDArray[np.float64]) -> NDArray[np.float64]:
 def _explained_share(
     basis: NDArray[np.float64], ranks: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Return the share of the variance of ranks that a least-squares fit explains.
+    """Return the share of the variance of trials' ranks that a setting explains.
+
+    It is that of a least-squares fit of functions of the setting's value. The ranks are
+    those of the trials by score, or random permutations of them.
 
     Args:
         basis: float64 (N, D), orthonormal columns that span the fitted functions.

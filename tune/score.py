@@ -150,7 +150,7 @@ class FoldRows(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """The number of labeled training rows, and of training rows to discover.
+        """The number of labeled training rows, and of rows to discover classes among.
 
         Rows that are held out of training to measure the known accuracy count in
         neither.

@@ -229,6 +229,11 @@ class DataConfig(Section):
     interpolation: Literal["bilinear", "bicubic"] = field(
         "bilinear", "How images are resized, with antialiasing."
     )
+    value_range: Range | None = field(
+        None,
+        "Stored values that become black and white in gray images of more than 8 bits;"
+        " default: what the files declare, or percentiles of a sample.",
+    )
     batch_sampling: Literal["proportional", "balanced"] = field(
         "proportional",
         "Labeled to unlabeled images in a batch: as in the data, or 1:1 (the smaller"
@@ -260,6 +265,9 @@ class DataConfig(Section):
             raise ValueError("labeled and unlabeled must be given together")
         if min(self.std) <= 0:
             raise ValueError("std must be positive")
+        if self.value_range and not self.value_range[0] < self.value_range[1]:
+            low, high = self.value_range
+            raise ValueError(f"value_range must satisfy low < high, got {low} {high}")
         for name, theirs in self._column_pairs:
             if name not in ("path", *COLUMNS) or not theirs:
                 names = ", ".join(("path", *COLUMNS))

@@ -22,7 +22,9 @@ from torch import Tensor
 from uno.augment import BOX_NUMBERS, kinds, resized_boxes, sample_uniforms, to_params
 from uno.config import AugmentConfig, ViewConfig
 from uno.data.decode import (
+    PLAIN,
     BadImage,
+    Decoding,
     Interpolation,
     decode,
     decode_rgb,
@@ -47,7 +49,7 @@ class Cropper:
         side: The side in pixels of the stored square, which is the center of an image,
             resized. All crops but ``resized`` are taken from that square, as they are
             for images in memory. ``resized`` crops are taken from the whole image.
-        interpolation: How crops are resized.
+        how: How crops are resized and scaled to 8 bits.
     """
 
     seed: int
@@ -55,7 +57,7 @@ class Cropper:
     num_rows: int
     augment: AugmentConfig
     side: int
-    interpolation: Interpolation = "bilinear"
+    how: Decoding = PLAIN
 
     @cached_property
     def kinds(self) -> list[ViewConfig]:
@@ -193,7 +195,7 @@ class Cropper:
                 source = torch.from_numpy(square.copy()).permute(1, 2, 0)
                 boxes = plan
             for view, box in zip(views, boxes.astype(int).tolist(), strict=True):
-                crop_(view, source, box, self.interpolation)
+                crop_(view, source, box, self.how.interpolation)
 
     def _decode(self, image: Image, with_square: bool) -> tuple[Any, Any]:
         """Decode an image into the two sizes that its views are cut from.
@@ -213,12 +215,10 @@ class Cropper:
         crops = {kind.crop for kind in self.kinds}
         needs_square = with_square or crops != {"resized"}
         if "resized" not in crops:
-            return decode(image, self.side, self.interpolation), None
+            return decode(image, self.side, self.how), None
         if not needs_square:
-            return None, decode_rgb(image, self._draft_side)
-        return decode_square_and_rgb(
-            image, self.side, self._draft_side, self.interpolation
-        )
+            return None, decode_rgb(image, self._draft_side, self.how.value_range)
+        return decode_square_and_rgb(image, self.side, self._draft_side, self.how)
 
     @cached_property
     def _draft_side(self) -> int:

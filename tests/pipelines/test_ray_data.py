@@ -27,12 +27,13 @@ from tests.pipelines.small import (
     refused,
     write_images,
 )
+from tests.uno.data.builders import encoded
 from tests.uno.data.test_tar import write_shards
 from tests.uno.small_run import small_config
 from uno.config import override
 from uno.data import decode, stream
 from uno.data.check import NUM_BRIGHTNESS
-from uno.data.decode import decode_many
+from uno.data.decode import Decoding, decode_many
 from uno.data.files import Storage
 from uno.data.images import InMemory, from_columns
 from uno.data.memory import assemble, eval_sets
@@ -485,7 +486,7 @@ def test_a_resident_run_decodes_every_image_once(tmp_path, capsys, monkeypatch):
     count = lambda *a, **k: before_report.append(len(decoded)) or report(*a, **k)  # noqa: E731
     monkeypatch.setattr(pipeline, "write_report", count)
     monkeypatch.setattr(
-        decode, "to_rgb", lambda picture: decoded.append(1) or pixels(picture)
+        decode, "to_rgb", lambda *args: decoded.append(1) or pixels(*args)
     )
     monkeypatch.setattr(
         UnoModel,
@@ -621,3 +622,13 @@ def test_features_reach_workers(monkeypatch):
     assert torch.equal(train.unlabeled_images[:], expected.unlabeled_images[:])
     for split, own in eval_sets(task, features, ok).items():
         assert torch.equal(truth()[split].images[:], own.images[:])
+
+
+def test_a_task_decodes_gray_images_by_the_range_of_the_run():
+    values = np.linspace(0, 4095, 64).astype(np.uint16).reshape(8, 8)
+    block = ray_data.image_block(InMemory([encoded(values)]), np.arange(1))
+    how = Decoding(value_range=(1000, 3000))
+    table = ray_data.decode_block(block, 8, None, how)
+    expected = (values.clip(1000, 3000).astype(int) - 1000) * 255 // 2000
+    found = ray_data.bytes_of(table["pixels"], 3 * 8 * 8).reshape(3, 8, 8)
+    assert all(np.array_equal(channel, expected) for channel in found)

@@ -18,6 +18,7 @@ from uno.augment import (
 )
 from uno.config import AugmentConfig, ViewConfig
 from uno.crops import Cropper, crop_
+from uno.data.decode import Decoding
 from uno.data.sampling import augment_generator
 
 PLAIN = dict(flip=0.0, jitter=0.0, grayscale=0.0)
@@ -207,6 +208,7 @@ def test_crops_follow_the_interpolation():
     for kind in ("resized", "pad"):
         augment_fields = AugmentConfig(large=ViewConfig(size=16, crop=kind))
         found = [
-            Cropper(7, 0, 6, augment_fields, 16, how).crop(*row)[0] for how in views
+            Cropper(7, 0, 6, augment_fields, 16, Decoding(how)).crop(*row)[0]
+            for how in views
         ]
         assert not np.array_equal(*found)

@@ -15,7 +15,7 @@ from PIL import Image
 from tests.uno.small_run import small_config
 from tests.uno.test_encoder import TOYS, encoder_of
 from uno.augment import eval_view
-from uno.data.decode import decode
+from uno.data.decode import Decoding, decode
 from uno.data.files import Storage
 from uno.encoders import weights
 from uno.encoders.build import build_encoder
@@ -222,7 +222,7 @@ def test_features_of_todays_encoders_are_those_of_timm(name):
     stored = decode(
         np.asarray(picture),
         settings["data.stored_size"],
-        settings["data.interpolation"],
+        Decoding(settings["data.interpolation"]),
     )
     view = eval_view(
         torch.tensor(stored)[None],

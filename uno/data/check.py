@@ -5,13 +5,16 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
-from uno.config import Config, clusters_features, override
+from uno.config import Config, Range, clusters_features, override
 from uno.data.decode import (
     BadImage,
+    Decoding,
+    Header,
     brightness,
     decoded,
     map_images,
@@ -97,7 +100,8 @@ def check(
             of_images = [
                 Problem("warning" if len(bad) < num_checked else "error", text)
             ]
-        of_images += [*_check_sizes(config, headers), *_check_brightness(task)]
+        of_images += [*_check_sizes(config, headers), *_check_pages(headers)]
+        of_images += _check_brightness(task, config.data.value_range)
         of_images += _check_duplicates(task, in_full=seconds > 0)
     if ok is not None and not ok.all() and batch_is_derived:
         config = with_fitting_batch(config, task, ok)
@@ -234,11 +238,9 @@ def format_report(task: Task, problems: list[Problem], size: int | None = None) 
         f"classes      {len(task.known)} known, {task.num_novel} to discover",
     ]
     if headers:
-        kinds = Counter(kind for kind, *_ in headers).most_common()
+        kinds = Counter(header.format for header in headers).most_common()
         formats = ", ".join(f"{number} {name}" for name, number in kinds)
-        sides = sorted(
-            (width * height, f"{width} x {height}") for _, width, height in headers
-        )
+        sides = sorted((h.width * h.height, f"{h.width} x {h.height}") for h in headers)
         sizes = f"{sides[0][1]} to {sides[-1][1]} pixels"
         lines.append(f"sizes        {sizes} ({formats}; sample of {len(headers)})")
     if rows.vectors is not None:
@@ -466,9 +468,7 @@ def measure_largest_share(classes: np.ndarray, size: int, workers: int) -> float
     )
 
 
-def _check_sizes(
-    config: Config, headers: Sequence[tuple[str, int, int]]
-) -> Iterator[Problem]:
+def _check_sizes(config: Config, headers: Sequence[Header]) -> Iterator[Problem]:
     """Yield a warning if images are reduced so much that most detail is lost.
 
     That is the case if their median shorter side is more than :data:`SHRUNK` times the
@@ -476,12 +476,10 @@ def _check_sizes(
 
     Args:
         config: The configuration of the run.
-        headers: Format, width and height in pixels of a sample of images.
+        headers: The headers of a sample of images.
     """
     side = min(config.data.stored_size, config.augment.large.size)
-    median_side = int(
-        np.median([min(width, height) for _, width, height in headers] or [side])
-    )
+    median_side = int(np.median([min(h.width, h.height) for h in headers] or [side]))
     if median_side > SHRUNK * side:
         yield Problem(
             "warning",
@@ -490,36 +488,45 @@ def _check_sizes(
         )
 
 
-def _check_brightness(task: Task) -> Iterator[Problem]:
+def _check_pages(headers: Sequence[Header]) -> Iterator[Problem]:
+    """Yield a warning if some of a sample of images have several pages."""
+    several = sum(header.has_pages for header in headers)
+    if several:
+        yield Problem(
+            "warning",
+            f"{several} of a sample of {len(headers)} images have several pages, of"
+            " which the first is used; save each other page as an image of its own",
+        )
+
+
+def _check_brightness(task: Task, value_range: Range | None) -> Iterator[Problem]:
     """Yield a warning if a sample of images is nearly black.
 
-    This happens when 12-bit values are stored in 16-bit files. A source of vectors is
-    not checked.
+    A source of vectors is not checked.
+
+    Args:
+        task: The rows.
+        value_range: The stored values that become black and white, see
+            :class:`uno.data.decode.Decoding`.
     """
     images = task.rows.images
     if task.rows.vectors is not None:
         return
     outcomes = map_images(
-        images, evenly_spaced(NUM_BRIGHTNESS, len(images)), brightness
+        images,
+        evenly_spaced(NUM_BRIGHTNESS, len(images)),
+        partial(brightness, value_range=value_range),
     )
     # decoding reports unreadable images
     measured = [found for _, found in outcomes if not isinstance(found, BadImage)]
-    largest = max((decoded for decoded, _, _ in measured), default=255)
-    if largest >= DARK:
-        return
-    text = (
-        f"images are nearly black: the brightest pixel of {len(measured)} images is"
-        f" {largest} of 255"
-    )
-    stored, white = max((stored, white) for _, stored, white in measured)
-    if white > 255:
-        bits = max(stored, 1).bit_length()
-        text += (
-            f"; their stored values end at {stored:,} of {white:,}, as those of {bits}"
-            f" bits do: multiply them by {white // (2**bits - 1)}, or save the images"
-            " with 8 bits"
+    largest = max(measured, default=255)
+    if largest < DARK:
+        yield Problem(
+            "warning",
+            f"images are nearly black: the brightest pixel of {len(measured)} images is"
+            f" {largest} of 255; --data.value-range LOW HIGH sets black and white of"
+            " gray images with more than 8 bits; save color images with 8 bits",
         )
-    yield Problem("warning", text)
 
 
 def _describe_row(task: Task, row: int) -> str:
@@ -549,10 +556,11 @@ def _decode_within(
     """
     num, end, num_decoded = len(task.rows), time.monotonic() + seconds, 0
     size, threads = config.data.stored_size, config.compute.threads
+    how = Decoding.of(config.data)
     starts = (i for i in range(0, num, BATCH) if time.monotonic() < end)
     batches = (np.arange(i, min(i + BATCH, num)) for i in starts)
     ok, bad, problems = np.ones(num, dtype=bool), list[str](), list[Problem]()
-    for rows, _, reasons in decoded(task.rows.images, batches, size, threads):
+    for rows, _, reasons in decoded(task.rows.images, batches, size, threads, how):
         num_decoded += len(rows)
         for row, reason in zip(rows.tolist(), reasons, strict=True):
             if reason is not None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from io import BytesIO
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, Self, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -24,6 +24,7 @@ from PIL import Image as Pillow
 from PIL import ImageOps, UnidentifiedImageError
 from torch import Tensor
 
+from uno.config import DataConfig, Range
 from uno.data.files import (
     is_transient,
     open_file,
@@ -50,7 +51,12 @@ times as fast. For ImageNet's original images the results differ by 0.65 of 255 
 pixels, and not at all at 224.
 """
 JPEGS = ("JPEG", "MPO")  # formats that can be decoded at a smaller scale
-BITS_PER_SAMPLE = 0x0102  # the TIFF tag
+BITS_PER_SAMPLE = 258  # the TIFF tag
+# TIFF tags of the smallest and the largest value: SMin- and SMaxSampleValue, which may
+# be floating-point numbers, and Min- and MaxSampleValue
+VALUE_TAGS = ((340, 341), (280, 281))
+WHITE_16 = 65535  # the largest value of 16 bits
+SAMPLED_VALUES = 2**14  # values that are sampled of an image of more than 8 bits
 BRIGHTNESS_SIDE = 64  # side in pixels for which a JPEG is decoded by `brightness`
 BATCHES_AHEAD = 2  # batches that are decoded while the model works on another one
 PIECE_ROWS = 64  # images that a thread decodes at once
@@ -82,6 +88,49 @@ cannot be used, or None. See :func:`decoded`.
 log = logging.getLogger(__name__)
 
 
+class Decoding(NamedTuple):
+    """How images become pixels of 8 bits.
+
+    Attributes:
+        interpolation: How squares are resized.
+        value_range: The stored values that become 0 and 255, in gray images of more
+            than 8 bits. None for 0 and the largest value of the image's number of bits.
+    """
+
+    interpolation: Interpolation = "bilinear"
+    value_range: Range | None = None
+
+    @classmethod
+    def of(cls, config: DataConfig) -> Self:
+        """Return how a run decodes its images, from its section ``data``."""
+        return cls(config.interpolation, config.value_range)
+
+
+PLAIN = Decoding()
+"""Bilinear resizing, and the range of each image's number of bits."""
+
+
+class Header(NamedTuple):
+    """What the header of an image says.
+
+    Attributes:
+        format: The format as Pillow names it, such as 'JPEG', or 'pixels' for an array.
+        width: The width in pixels, before the image is turned upright.
+        height: The height in pixels, before the image is turned upright.
+        is_deep: Whether its gray values have more than 8 bits.
+        declared_range: The smallest and the largest value that a TIFF with more than 8
+            bits declares, or None.
+        has_pages: Whether it is a TIFF with further pages, which are not used.
+    """
+
+    format: str
+    width: int
+    height: int
+    is_deep: bool = False
+    declared_range: Range | None = None
+    has_pages: bool = False
+
+
 class BadImage(Exception):
     """An image that cannot be used. The message is the reason, in one line."""
 
@@ -99,9 +148,7 @@ def ignore_image_warnings() -> None:
         warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
-def decode(
-    image: Image, size: int, interpolation: Interpolation = "bilinear"
-) -> np.ndarray:
+def decode(image: Image, size: int, how: Decoding = PLAIN) -> np.ndarray:
     """Decode an image to a square.
 
     The image is turned upright, converted to RGB, cropped to the centered square and
@@ -110,7 +157,7 @@ def decode(
     Args:
         image: Encoded bytes, a path or URI, or pixels uint8 (H, W, 3).
         size: The side of the result in pixels.
-        interpolation: How the square is resized.
+        how: How the image is resized and scaled to 8 bits.
 
     Returns:
         uint8 (3, size, size).
@@ -119,16 +166,18 @@ def decode(
         BadImage: The image cannot be used.
         StorageError: The image's file cannot be read now, but perhaps later.
     """
-    return _square(_load_rgb(image, size), size, interpolation)
+    picture = _load_rgb(image, size, how.value_range)
+    return _square(picture, size, how.interpolation)
 
 
-def decode_rgb(image: Image, side: int) -> np.ndarray:
+def decode_rgb(image: Image, side: int, value_range: Range | None = None) -> np.ndarray:
     """Decode a whole image, upright and in RGB.
 
     Args:
         image: Encoded bytes, a path or URI, or pixels uint8 (H, W, 3).
         side: The side of a square in pixels that the image is used for later. A JPEG
             may be decoded at a smaller scale that suffices for it, see :data:`DRAFT`.
+        value_range: As in :class:`Decoding`.
 
     Returns:
         uint8 (H, W, 3) or (H, W, 4), where the fourth channel has no meaning. The array
@@ -142,11 +191,11 @@ def decode_rgb(image: Image, side: int) -> np.ndarray:
     if isinstance(image, np.ndarray):
         _check_array(image)
         return image
-    return _pixels(_load_rgb(image, side))
+    return _pixels(_load_rgb(image, side, value_range))
 
 
 def decode_square_and_rgb(
-    image: Image, size: int, side: int, interpolation: Interpolation = "bilinear"
+    image: Image, size: int, side: int, how: Decoding = PLAIN
 ) -> tuple[np.ndarray, np.ndarray]:
     """Decode an image to the results of both :func:`decode` and :func:`decode_rgb`.
 
@@ -156,7 +205,7 @@ def decode_square_and_rgb(
         image: Encoded bytes, a path or URI, or pixels uint8 (H, W, 3).
         size: The side of the square in pixels, as :func:`decode` takes it.
         side: The side in pixels that :func:`decode_rgb` takes.
-        interpolation: How the square is resized.
+        how: How the image is resized and scaled to 8 bits.
 
     Returns:
         The square uint8 (3, size, size) and the pixels uint8 (H, W, 3 or 4), with
@@ -168,20 +217,20 @@ def decode_square_and_rgb(
         StorageError: The image's file cannot be read now, but perhaps later.
     """
     if isinstance(image, np.ndarray):
-        return decode(image, size, interpolation), decode_rgb(image, side)
+        return decode(image, size, how), decode_rgb(image, side)
     data = _read(image)
     picture = _open(data, side)
     if picture.format in JPEGS and _open(data, size).size != picture.size:
-        return decode(data, size, interpolation), decode_rgb(data, side)
-    rgb = _turn_to_rgb(picture)
-    return _square(rgb, size, interpolation), _pixels(rgb)
+        return decode(data, size, how), decode_rgb(data, side)
+    rgb = _turn_to_rgb(picture, how.value_range)
+    return _square(rgb, size, how.interpolation), _pixels(rgb)
 
 
 def decode_many(
     images: Images | Sequence[Image],
     size: int,
     threads: int | None = None,
-    interpolation: Interpolation = "bilinear",
+    how: Decoding = PLAIN,
 ) -> tuple[Tensor, list[str | None]]:
     """Decode N images to squares, in several threads.
 
@@ -189,7 +238,7 @@ def decode_many(
         images: The images.
         size: The side of the squares in pixels.
         threads: Number of threads; None or 0 for PyTorch's number of threads.
-        interpolation: How the squares are resized.
+        how: How the images are resized and scaled to 8 bits.
 
     Returns:
         Pixels uint8 (N, 3, size, size), black for images that cannot be used, and for
@@ -212,7 +261,7 @@ def decode_many(
             rows.tolist(), some.read_images(np.arange(len(rows))), strict=True
         ):
             try:
-                out[row] = decode(image, size, interpolation)
+                out[row] = decode(image, size, how)
             except BadImage as error:
                 reasons[row] = str(error)
 
@@ -260,7 +309,7 @@ def decoded(
     batches: Iterable[np.ndarray],
     size: int,
     threads: int | None = None,
-    interpolation: Interpolation = "bilinear",
+    how: Decoding = PLAIN,
 ) -> Iterator[DecodedBatch]:
     """Decode batches of rows in the background, ahead of the consumer.
 
@@ -273,7 +322,7 @@ def decoded(
         size: The side of the decoded squares in pixels.
         threads: Number of decoding threads; None for the number of cores that this
             process may use.
-        interpolation: How the squares are resized.
+        how: How the images are resized and scaled to 8 bits.
 
     Yields:
         For each batch the row numbers, the pixels uint8 (b, 3, size, size), and for
@@ -289,7 +338,7 @@ def decoded(
         ready = source.prepared(rows)
         if ready is None:
             ready = decode_many(
-                source.take(rows), size, threads or available_cpus(), interpolation
+                source.take(rows), size, threads or available_cpus(), how
             )
         return rows, *ready
 
@@ -371,7 +420,7 @@ def ok_mask(reasons: Sequence[str | None]) -> np.ndarray:
     return np.array([reason is None for reason in reasons], dtype=bool)
 
 
-def read_header(image: Image) -> tuple[str, int, int]:
+def read_header(image: Image) -> Header:
     """Read the format and size of an image without decoding its pixels.
 
     Only the first 64 KiB of a file are read, and the whole file if they do not hold the
@@ -380,17 +429,13 @@ def read_header(image: Image) -> tuple[str, int, int]:
     Args:
         image: Encoded bytes, a path or URI, or pixels uint8 (H, W, 3).
 
-    Returns:
-        The format as Pillow names it, such as 'JPEG', or 'pixels' for an array; the
-        width and the height in pixels, before the image is turned upright.
-
     Raises:
         BadImage: The header cannot be read, or is beyond the limits.
         StorageError: The image's file cannot be read now, but perhaps later.
     """
     if isinstance(image, np.ndarray):
         _check_array(image)
-        return "pixels", image.shape[1], image.shape[0]
+        return Header("pixels", image.shape[1], image.shape[0])
     if not isinstance(image, str):
         data = _read(image)
         return _header_of(data, len(data))
@@ -402,8 +447,8 @@ def read_header(image: Image) -> tuple[str, int, int]:
     return read_header(_read(image))
 
 
-def _header_of(data: bytes, num_bytes: int) -> tuple[str, int, int]:
-    """Return the format, width and height in pixels of an image from its first bytes.
+def _header_of(data: bytes, num_bytes: int) -> Header:
+    """Return the header of an image from its first bytes.
 
     Args:
         data: The first bytes of the image, or all.
@@ -413,7 +458,71 @@ def _header_of(data: bytes, num_bytes: int) -> tuple[str, int, int]:
         BadImage: The header cannot be read, or is beyond the limits.
     """
     picture = _open(data, num_bytes=num_bytes)
-    return str(picture.format), *picture.size
+    tags = getattr(picture, "tag_v2", {})
+    return Header(
+        str(picture.format),
+        *picture.size,
+        is_deep=_is_deep(picture),
+        declared_range=_declared_range(picture) if _is_deep(picture) else None,
+        has_pages=bool(getattr(tags, "next", 0)),
+    )
+
+
+def _is_deep(picture: Pillow.Image) -> bool:
+    """Return whether the gray values of a picture have more than 8 bits."""
+    return picture.mode.startswith(("I", "F"))
+
+
+def _declared_range(picture: Pillow.Image) -> Range | None:
+    """Return the smallest and the largest value that a TIFF declares.
+
+    The tags of :data:`VALUE_TAGS` count first, then a number of bits below 16. They may
+    be those of this image alone, so they are only used if all images have the same.
+
+    Returns:
+        The range; None if there is none, or if it is that of all values of 16 bits,
+        which programs also write for cameras of 12 bits.
+    """
+    for lowest, highest in VALUE_TAGS:
+        low, high = (_number_of_tag(picture, tag) for tag in (lowest, highest))
+        if high is not None and (low or 0) < high != WHITE_16:
+            return low or 0.0, high
+    bits = _number_of_tag(picture, BITS_PER_SAMPLE)
+    return (0.0, 2.0**bits - 1) if bits is not None and 8 < bits < 16 else None
+
+
+def _number_of_tag(picture: Pillow.Image, tag: int) -> float | None:
+    """Return the first number of a tag of a TIFF; None if it is not a finite number."""
+    with suppress(BadImage), _decoder_errors():
+        value: Any = getattr(picture, "tag_v2", {}).get(tag)
+        number = float(value[0] if isinstance(value, tuple) else value)
+        return number if np.isfinite(number) else None
+    return None
+
+
+def sample_values(image: Image) -> np.ndarray:
+    """Return stored values of an image of more than 8 bits.
+
+    Args:
+        image: Encoded bytes, a path or URI, or pixels uint8 (H, W, 3).
+
+    Returns:
+        Finite numbers, float64 (n,), n at most about :data:`SAMPLED_VALUES`, evenly
+        spaced over the image. They are none for an image of 8 bits.
+
+    Raises:
+        BadImage: The image cannot be decoded.
+        StorageError: The image's file cannot be read now, but perhaps later.
+    """
+    if isinstance(image, np.ndarray):
+        return np.empty(0)
+    picture = _open(_read(image))
+    if not _is_deep(picture):
+        return np.empty(0)
+    with _decoder_errors():
+        stored = np.asarray(picture).ravel()
+    values = stored[:: max(1, len(stored) // SAMPLED_VALUES)].astype(np.float64)
+    return values[np.isfinite(values)]
 
 
 def _pixels(picture: Pillow.Image) -> np.ndarray:
@@ -434,13 +543,14 @@ def _pixels(picture: Pillow.Image) -> np.ndarray:
     return pixels.reshape(height, width, 4)
 
 
-def _load_rgb(image: Image, side: int) -> Pillow.Image:
+def _load_rgb(image: Image, side: int, value_range: Range | None) -> Pillow.Image:
     """Decode an image to a picture in RGB that is upright.
 
     Args:
         image: Encoded bytes, a path or URI, or pixels uint8 (H, W, 3).
         side: The side in pixels of the square that is needed of the image. A JPEG may
             be decoded at a smaller scale that suffices for it.
+        value_range: As in :class:`Decoding`.
 
     Raises:
         BadImage: The image cannot be used.
@@ -449,10 +559,10 @@ def _load_rgb(image: Image, side: int) -> Pillow.Image:
     if isinstance(image, np.ndarray):
         _check_array(image)
         return Pillow.fromarray(image)
-    return _turn_to_rgb(_open(_read(image), side))
+    return _turn_to_rgb(_open(_read(image), side), value_range)
 
 
-def _turn_to_rgb(picture: Pillow.Image) -> Pillow.Image:
+def _turn_to_rgb(picture: Pillow.Image, value_range: Range | None) -> Pillow.Image:
     """Decode a picture, turn it as its EXIF orientation says, and convert it to RGB.
 
     Pixels are turned before they are resized, because rounding depends on the order.
@@ -463,7 +573,7 @@ def _turn_to_rgb(picture: Pillow.Image) -> Pillow.Image:
         picture.load()
     with suppress(BadImage), _decoder_errors():
         ImageOps.exif_transpose(picture, in_place=True)
-    return to_rgb(picture)
+    return to_rgb(picture, value_range)
 
 
 def _square(
@@ -483,28 +593,21 @@ def _square(
     return np.asarray(picture).transpose(2, 0, 1)
 
 
-def to_rgb(picture: Pillow.Image) -> Pillow.Image:
+def to_rgb(picture: Pillow.Image, value_range: Range | None = None) -> Pillow.Image:
     """Convert a picture of any mode to RGB.
 
-    Transparent pixels are blended with white. Gray values of more than 8 bits are
-    scaled to 8 bits.
+    Transparent pixels are blended with white.
+
+    Args:
+        picture: The picture.
+        value_range: As in :class:`Decoding`.
 
     Raises:
-        BadImage: The pixels cannot be decoded, are floating-point numbers, or are
-            integers below 0 or above 65535.
+        BadImage: The pixels cannot be decoded. Or there is no range, and they are
+            floating-point numbers, or integers below 0 or above 65535.
     """
-    if picture.mode.startswith("I;16") or picture.mode == "I":
-        with _decoder_errors():
-            stored = np.asarray(picture)
-        values = stored.astype(np.int64)
-        if values.min() < 0 or values.max() > 65535:
-            raise BadImage("32-bit pixels beyond 0-65535; convert the image to 8 bits")
-        values = np.minimum(values * 255 // largest_sample(picture), 255)
-        return Pillow.fromarray(values.astype(np.uint8)).convert("RGB")
-    if picture.mode == "F":
-        raise BadImage(
-            "floating-point pixels have no fixed range; convert the image to 8 bits"
-        )
+    if _is_deep(picture):
+        return _to_8_bits(picture, value_range).convert("RGB")
     with _decoder_errors():
         if (
             picture.mode in ("RGBA", "LA", "PA", "La", "RGBa")
@@ -517,50 +620,45 @@ def to_rgb(picture: Pillow.Image) -> Pillow.Image:
         return picture if picture.mode == "RGB" else picture.convert("RGB")
 
 
-def largest_sample(picture: Pillow.Image) -> int:
-    """Return the stored value of white in a grayscale picture of more than 8 bits.
+def _to_8_bits(picture: Pillow.Image, value_range: Range | None) -> Pillow.Image:
+    """Scale the gray values of a picture of more than 8 bits to 0-255.
 
-    In a TIFF with n bits a sample it is 2^n - 1, but at most 65535; otherwise it is
-    65535. The TIFF tag MaxSampleValue is not used: by the TIFF specification it must
-    not change how an image looks, and it differs between images.
+    Values outside the range become 0 or 255, and those that are not a number 0.
 
     Raises:
-        BadImage: The number of bits is not a positive integer.
+        BadImage: As for :func:`to_rgb`.
     """
-    if picture.format != "TIFF":
-        return 65535
     with _decoder_errors():
-        bits = getattr(picture, "tag_v2", {}).get(BITS_PER_SAMPLE, (16,))[0]
-    if not isinstance(bits, int) or bits < 1:
-        raise BadImage("a TIFF without a valid number of bits per sample")
-    return int(2 ** min(bits, 16) - 1)
+        stored = np.asarray(picture)
+    low, high = value_range or (0.0, WHITE_16)
+    if value_range is None:
+        fix = "set --data.value-range LOW HIGH"
+        if picture.mode == "F":
+            raise BadImage(f"floating-point pixels have no fixed range; {fix}")
+        if stored.min() < low or stored.max() > high:
+            raise BadImage(f"32-bit pixels beyond 0-{WHITE_16}; {fix}")
+        # The other tags are those of one image, and must not change how it looks.
+        bits = _number_of_tag(picture, BITS_PER_SAMPLE)
+        high = 2.0**bits - 1 if bits is not None and 8 < bits < 16 else high
+    values = np.clip(np.nan_to_num(stored.astype(np.float64), nan=low), low, high)
+    return Pillow.fromarray(((values - low) * 255 / (high - low)).astype(np.uint8))
 
 
-def brightness(image: Image) -> tuple[int, int, int]:
+def brightness(image: Image, value_range: Range | None = None) -> int:
     """Measure how bright an image is.
 
     Args:
         image: Encoded bytes, a path or URI, or pixels uint8 (H, W, 3).
+        value_range: As in :class:`Decoding`.
 
     Returns:
-        The largest channel value after decoding (0 to 255), the largest stored value,
-        and the stored value of white (255, or that of :func:`largest_sample` if the
-        image has more than 8 bits).
+        The largest channel value after decoding, 0 to 255.
 
     Raises:
         BadImage: The image cannot be decoded.
         StorageError: The image's file cannot be read now, but perhaps later.
     """
-    if isinstance(image, np.ndarray):
-        _check_array(image)
-        return int(image.max()), int(image.max()), 255
-    picture, stored, white = _open(_read(image), BRIGHTNESS_SIDE), None, 255
-    if picture.mode.startswith("I"):
-        with _decoder_errors():
-            stored = int(np.asarray(picture).max())
-        white = largest_sample(picture)
-    largest = int(np.asarray(to_rgb(picture)).max())
-    return largest, largest if stored is None else stored, white
+    return int(decode_rgb(image, BRIGHTNESS_SIDE, value_range)[..., :3].max())
 
 
 def _open(
@@ -585,6 +683,10 @@ def _open(
     if not 0 < num_bytes <= MAX_IMAGE_BYTES:
         text = f"larger than {MAX_IMAGE_BYTES} bytes" if num_bytes else "no image data"
         raise BadImage(text)
+    if data[128:132] == b"DICM":
+        raise BadImage(
+            "a DICOM image; convert it to a 16-bit PNG, for example with dcmj2pnm +on2"
+        )
     ignore_image_warnings()
     with _decoder_errors():
         picture = Pillow.open(BytesIO(data), formats=FORMATS)

@@ -38,7 +38,7 @@ from uno.augment import augment_crops, eval_view
 from uno.config import AugmentConfig, Config
 from uno.crops import Cropper
 from uno.data.columns import decimal, joined
-from uno.data.decode import decode_many, ok_mask, prefetch_map
+from uno.data.decode import Decoding, decode_many, ok_mask, prefetch_map
 from uno.data.embeddings import write_vectors
 from uno.data.files import (
     FileEntry,
@@ -206,7 +206,7 @@ def settings(config: Config) -> dict[str, Any]:
         "views": views,
         "bf16": config.compute.precision == "bf16",
         "runtime": config.compute.encoder_runtime,
-        "transform": [data.stored_size, data.mean, data.std, data.interpolation],
+        "transform": [data.stored_size, data.mean, data.std, *Decoding.of(data)],
     }
 
 
@@ -330,7 +330,7 @@ def decode_rows(
         squares[viewed] = own
     if len(plain := np.flatnonzero(~has_views)):
         decoded, reasons[plain] = decode_many(
-            [images[i] for i in plain.tolist()], data.stored_size, 1, data.interpolation
+            [images[i] for i in plain.tolist()], data.stored_size, 1, Decoding.of(data)
         )
         squares[plain] = decoded.numpy()
     pixels = np.concatenate([squares.reshape(len(images), -1), crops], axis=1)
@@ -432,7 +432,7 @@ def _cropper(config: Config) -> Cropper:
         1,
         _random_view_settings(config),
         data.stored_size,
-        data.interpolation,
+        Decoding.of(data),
     )
 
 

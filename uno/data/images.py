@@ -37,6 +37,7 @@ EXTENSIONS = (
     ".gif",
     ".tif",
     ".tiff",
+    ".dcm",
 )
 
 

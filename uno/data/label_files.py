@@ -175,7 +175,9 @@ def match_images(
     rows_of_name = defaultdict[str, list[tuple[str, int]]](list)
     for row, names in enumerate(zip(ids.to_pylist(), paths(), strict=True)):
         for name in filter(None, names):
-            rows_of_name[name.rpartition("/")[2]].append((f"/{name}", row))
+            folder, slash, file = name.rpartition("/")
+            for shown in {file, _name_of_upload(file)}:
+                rows_of_name[shown].append((f"/{folder}{slash}{shown}", row))
     taken = {*found.values()}
     for image in missing:
         wanted = f"/{image.lstrip('/')}"
@@ -319,6 +321,11 @@ def _image_of_task(data: Mapping[str, Any]) -> str:
         if isinstance(value, str) and is_image(image := _name_of_address(value)):
             return image
     raise ValueError(f"a task has no image: {', '.join(data)}")
+
+
+def _name_of_upload(name: str) -> str:
+    """Return the name that Label Studio gives to a file when a person uploads it."""
+    return re.sub(r"[^-\w.]", "", name.strip().replace(" ", "_"))
 
 
 def _name_of_address(address: str) -> str:

@@ -414,7 +414,8 @@ def _encode(image: Image) -> bytes | str:
         content = (
             image if not isinstance(image, str) else read_bytes(image, MAX_IMAGE_BYTES)
         )
-        decode_rgb(content, MAX_IMAGE_BYTES)  # checks the image at its full size
+        # checks the image at its full size, whatever its range of values
+        decode_rgb(content, MAX_IMAGE_BYTES, (0, 1))
     except BadImage as error:
         return str(error)
     except OSError as error:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from uno.config import DataConfig
 from uno.data.columns import fill_labels, rename_classes
-from uno.data.decode import BadImage, map_images, ok_mask, read_header
+from uno.data.decode import BadImage, Header, map_images, ok_mask, read_header
 from uno.data.files import normalize_path
 from uno.data.images import Images, as_images, evenly_spaced
 from uno.errors import ConfigError, one_line
@@ -97,12 +97,12 @@ class Headers(NamedTuple):
     """The headers of a sample of the images of a data set.
 
     Attributes:
-        readable: Format, width and height in pixels of each readable image.
+        readable: The header of each readable image.
         reasons: Row number -> the reason why the image cannot be read.
         num_rows: The number of rows of the sample.
     """
 
-    readable: list[tuple[str, int, int]]
+    readable: list[Header]
     reasons: dict[int, str]
     num_rows: int
 

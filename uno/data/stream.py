@@ -25,7 +25,14 @@ from torch import Tensor
 from uno.augment import augment_crops
 from uno.config import Config
 from uno.crops import Cropper
-from uno.data.decode import BATCHES_AHEAD, DecodedBatch, decoded, ok_mask, prefetch_map
+from uno.data.decode import (
+    BATCHES_AHEAD,
+    DecodedBatch,
+    Decoding,
+    decoded,
+    ok_mask,
+    prefetch_map,
+)
 from uno.data.files import Storage
 from uno.data.images import Images, InMemory, batches_of, spread
 from uno.data.memory import EvalSet, Read, TrainSet
@@ -93,8 +100,8 @@ class StreamedImages:
             bad: Collects the rows that prove unreadable.
         """
         side, threads = config.data.stored_size, config.compute.threads
-        how = config.data.interpolation
-        decode = partial(decoded, images, size=side, threads=threads, interpolation=how)
+        how = Decoding.of(config.data)
+        decode = partial(decoded, images, size=side, threads=threads, how=how)
         return cls(images, side, decode, bad)
 
     def plan_reading(
@@ -490,7 +497,7 @@ class CropJob:
         self.first, self.last, self._train = first, last, train
         self._steps_per_epoch = plan.steps_per_epoch
         num_rows, data = plan.labeled_size + plan.unlabeled_size, config.data
-        how = config.augment, data.stored_size, data.interpolation
+        how = config.augment, data.stored_size, Decoding.of(data)
         self.cropper = Cropper(config.seed, plan.stream, num_rows, *how)
         self.row_bytes = self.cropper.row_bytes
         self.chunk_rows = max(1, min(CHUNK_ROWS, CHUNK_BYTES // self.row_bytes))

@@ -7,7 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image as Pillow
 
-from uno.data.decode import BadImage, decode_many, read_header
+from uno.config import Range
+from uno.data.decode import BadImage, Decoding, decode_many, read_header
 from uno.data.images import Image, evenly_spaced
 from uno.data.rows import Rows
 from uno.results.show import SMALL, data_uri, encode
@@ -66,6 +67,7 @@ class Album:
         index: Row numbers (M,) of the sample of rows that the report shows.
         confidence: Probability of the predicted class of each row in the sample, (M,).
         groups: For each class the indices of its members in the sample.
+        value_range: As in :class:`uno.data.decode.Decoding`.
 
     Attributes:
         has_pictures: Whether rows have pictures. Other rows are shown as text.
@@ -80,7 +82,9 @@ class Album:
         index: NDArray[np.int64],
         confidence: NDArray[np.float32],
         groups: Sequence[NDArray[np.int64]],
+        value_range: Range | None = None,
     ) -> None:
+        self._decoding = Decoding(value_range=value_range)
         pictures = rows.images.pictures()
         self.has_pictures = pictures is not None
         self._images = None if pictures is None else pictures.take(index)
@@ -178,7 +182,8 @@ class Album:
             uint8 (n, 3, side, side).
         """
         assert self._images is not None
-        return decode_many(self._images.take(positions), side)[0].numpy()
+        images = self._images.take(positions)
+        return decode_many(images, side, how=self._decoding)[0].numpy()
 
     def _tiles(self, positions: NDArray[np.int64]) -> list[Tile]:
         """Draw a thumbnail of each row.
@@ -216,7 +221,7 @@ def _shorter_side(image: Image) -> int:
     If the image cannot be read it is the side of the largest thumbnails.
     """
     try:
-        return min(read_header(image)[1:])
+        return min(read_header(image)[1:3])
     except BadImage:  # the file is gone since the run
         return SIDES[0]
 

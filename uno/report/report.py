@@ -164,7 +164,13 @@ def _predicted_parts(
     true_names = [*task.known, *task.novel]
     clusters = sorted(findings.clusters, key=lambda c: (-c.count, c.output))
     members = _members(task, sample, findings, clusters)
-    album = Album(task.rows, sample.index, sample.confidence, list(members.values()))
+    album = Album(
+        task.rows,
+        sample.index,
+        sample.confidence,
+        list(members.values()),
+        config.data.value_range,
+    )
 
     def card(output: int, cluster: Cluster | None = None) -> dict[str, Any]:
         """Return what the report shows of a class: name, size and pictures.

@@ -271,7 +271,7 @@ def measure_image(path: str | None) -> dict[str, str]:
     if path is None:
         return {}
     try:
-        _, width, height = read_header(path)
+        _, width, height, *_ = read_header(path)
     except (BadImage, StorageError):
         return {}
     return {"width": str(width), "height": str(height)}

@@ -258,10 +258,16 @@ def _metadata_of(model: Classifier) -> dict[str, str]:
     """Return the metadata that an exported file holds about the model.
 
     Returns:
-        "classes.json", the output classes as JSON, and "model_hash".
+        "classes.json", the output classes as JSON; "model_hash"; and "value_range", as
+        JSON the stored values that become 0 and 255 in images of more than 8 bits, or
+        null.
     """
     classes = [asdict(c) for c in model.classes]
-    return {"classes.json": json.dumps(classes), "model_hash": model.model_hash}
+    return {
+        "classes.json": json.dumps(classes),
+        "model_hash": model.model_hash,
+        "value_range": json.dumps(model.config.data.value_range),
+    }
 
 
 def _compare(

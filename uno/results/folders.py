@@ -144,7 +144,7 @@ def _encode(image: Image) -> tuple[bytes, str]:
         except OSError as error:
             raise StorageError(f"cannot copy {image}: {error.strerror}") from None
     if isinstance(image, bytes):
-        return image, f".{read_header(image)[0].lower()}"
+        return image, f".{read_header(image).format.lower()}"
     buffer = BytesIO()
     Pillow.fromarray(image).save(buffer, "PNG")
     return buffer.getvalue(), ".png"

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from uno.config import Config, dump_yaml, override, parse_yaml, require_code
-from uno.data.decode import decoded, ok_mask
+from uno.data.decode import Decoding, decoded, ok_mask
 from uno.data.files import Storage
 from uno.data.images import evenly_spaced
 from uno.data.output import read_mapping
@@ -554,7 +554,7 @@ def _model_hash(config: Config, files: Mapping[str, bytes]) -> str:
         side,
         data.mean,
         data.std,
-        data.interpolation,
+        *Decoding.of(data),
         config.objective.temperature,
     ]
     digest = hashlib.sha256(json.dumps(parts).encode())
@@ -576,10 +576,8 @@ def decoder(model: Classifier, rows: Rows, threads: int | None = None) -> Decode
         described at :data:`Decode`. If a run has just computed the features of its
         frozen encoder, it yields them in the place of pixels.
     """
-    how = model.config.data.interpolation
-    return partial(
-        decoded, rows.images, size=model.size, threads=threads, interpolation=how
-    )
+    how = Decoding.of(model.config.data)
+    return partial(decoded, rows.images, size=model.size, threads=threads, how=how)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from torch import Tensor
 from uno.data import output
 from uno.data.decode import (
     BATCHES_AHEAD,
-    Interpolation,
+    Decoding,
     decode_many,
     ok_mask,
     prefetch_map,
@@ -116,13 +116,12 @@ class InputSpec(NamedTuple):
     Attributes:
         size: The side of the square images in pixels.
         chunk_rows: The number of images to decode at once, see :class:`Chunk`.
-        interpolation: The interpolation by which images are resized, such as
-            "bilinear".
+        decoding: How the images are resized and scaled to 8 bits.
     """
 
     size: int
     chunk_rows: int
-    interpolation: Interpolation
+    decoding: Decoding
 
     @classmethod
     def of(cls, model: Classifier, part_rows: int) -> InputSpec:
@@ -135,7 +134,7 @@ class InputSpec(NamedTuple):
         """
         fit = max(1, BATCH_BYTES // (3 * model.size**2))
         rows = min(part_rows, 2 ** (fit.bit_length() - 1))
-        return cls(model.size, rows, model.config.data.interpolation)
+        return cls(model.size, rows, Decoding.of(model.config.data))
 
 
 class Chunk(NamedTuple):
@@ -230,7 +229,7 @@ def decode_chunk(
         (pixels, reasons), places = ready, chunk.images.paths(rows)
     else:
         found = chunk.images.read_images(rows)
-        pixels, reasons = decode_many(found, how.size, threads, how.interpolation)
+        pixels, reasons = decode_many(found, how.size, threads, how.decoding)
         places = [path_of(image) for image in found]
     text = {
         "id": chunk.ids,

@@ -19,8 +19,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from numpy.typing import NDArray
 from PIL import Image as Pillow
 
-from uno.config import Config, override
-from uno.data.decode import decode_many, ok_mask
+from uno.config import Config, Range, override
+from uno.data.decode import Decoding, decode_many, ok_mask
 from uno.data.files import Storage, is_uri
 from uno.data.images import Image
 from uno.data.sources import read_rows
@@ -156,6 +156,7 @@ def model_html(
     classes: Sequence[OutputClass],
     found: Mapping[int, Members],
     side: int,
+    value_range: Range | None = None,
 ) -> str:
     """Return a table of the classes of a model as HTML.
 
@@ -168,6 +169,7 @@ def model_html(
         classes: The output classes. The first ``MAX_CLASSES`` are shown.
         found: The images that were predicted as each class, by class index.
         side: The largest side of the pictures in pixels.
+        value_range: As in :class:`uno.data.decode.Decoding`.
     """
     shown = classes[:MAX_CLASSES]
     members = [found.get(c.index, Members(0, [])) for c in shown]
@@ -179,7 +181,8 @@ def model_html(
     more = len(classes) - len(shown)
     end = plural(more, "more class", "more classes") if more else ""
     heads = ["", "class", "kind", "images", ""]
-    return _table(title, facts, heads, [own.images for own in members], rows, end, side)
+    images = [own.images for own in members]
+    return _table(title, facts, heads, images, rows, end, side, value_range)
 
 
 def predictions_html(
@@ -188,6 +191,7 @@ def predictions_html(
     images: Sequence[Image],
     rows: Sequence[Sequence[Any]],
     more: int,
+    value_range: Range | None = None,
 ) -> str:
     """Return a table of the first predictions as HTML.
 
@@ -199,11 +203,13 @@ def predictions_html(
             the share of heads that agree, and the reason if the image could not be
             read. Floats are shown in percent.
         more: The number of predictions that are not shown.
+        value_range: As in :class:`uno.data.decode.Decoding`.
     """
     heads = ["", "image", "class", "kind", "probability", "heads agree", ""]
     end = plural(more, "more image") if more else ""
     groups = [[image] for image in images]
-    return _table(title, facts, heads, groups, rows, end, SIZES[0][0])
+    side = SIZES[0][0]
+    return _table(title, facts, heads, groups, rows, end, side, value_range)
 
 
 def format_counts(names: Iterable[str | None] | Mapping[str | None, int]) -> str:
@@ -230,6 +236,7 @@ def _table(
     rows: Sequence[Sequence[Any]],
     more: str,
     side: int,
+    value_range: Range | None,
 ) -> str:
     """Return a table with a title as HTML.
 
@@ -244,13 +251,15 @@ def _table(
         rows: For each row the values of the other columns.
         more: A line below the table.
         side: The largest side of a picture in pixels.
+        value_range: As in :class:`uno.data.decode.Decoding`.
     """
     images = [image for group in groups for image in group]
     arrays = (max(i.shape[:2]) for i in images if isinstance(i, np.ndarray))
     side = min(side, SIZES[0][0], *arrays)
     ends = np.cumsum([len(group) for group in groups])
+    how = Decoding(value_range=value_range)
     for largest, quality in SIZES:
-        pixels, reasons = decode_many(images, min(side, largest))
+        pixels, reasons = decode_many(images, min(side, largest), how=how)
         ok = ok_mask(reasons)
         readable = [
             pixels.numpy()[end - len(group) : end][ok[end - len(group) : end]]

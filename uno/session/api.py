@@ -21,8 +21,8 @@ import PIL.ImageOps
 import torch
 from torch import Tensor
 
-from uno.config import VECTORS, flatten
-from uno.data.decode import BadImage, decoded, ok_mask, to_rgb
+from uno.config import VECTORS, Range, flatten
+from uno.data.decode import BadImage, Decoding, decoded, ok_mask, to_rgb
 from uno.data.embeddings import Vectors, given_vectors, require_kind
 from uno.data.files import Storage, full_path, split
 from uno.data.images import Image, Images
@@ -98,6 +98,8 @@ class Predictions:
         reason: Why an image could not be read, None if it was read.
         path: Path or URI of an image, None if the image was given as pixels or bytes.
         first: The first images themselves, for the HTML view in a notebook.
+        value_range: The values that are black and white in this view, in images of
+            more than 8 bits.
     """
 
     class_index: np.ndarray  # (N,) int64
@@ -113,6 +115,7 @@ class Predictions:
     reason: list[str | None]
     path: list[str | None]  # of an image that was given as one
     first: list[Image]  # the first images, for a notebook
+    value_range: Range | None = None
 
     def __len__(self) -> int:
         return len(self.class_index)
@@ -125,9 +128,12 @@ class Predictions:
         if isinstance(row, slice):
             first: list[Image] = [*self.first, *[b""] * (len(self) - len(self.first))]
             values = {
-                field.name: getattr(self, field.name)[row] for field in fields(self)
+                field.name: getattr(self, field.name)[row]
+                for field in fields(self)
+                if field.name not in ("first", "value_range")
             }
-            return Predictions(**{**values, "first": first[row][: show.MAX_ROWS]})
+            shown = first[row][: show.MAX_ROWS]
+            return Predictions(**values, first=shown, value_range=self.value_range)
         index = int(self.class_index[row])
         return Prediction(
             class_index=None if index < 0 else index,
@@ -181,7 +187,7 @@ class Predictions:
         ]
         title, facts = plural(len(self), "image"), [show.format_counts(self.class_name)]
         return show.predictions_html(
-            title, facts, self.first, rows, len(self) - len(rows)
+            title, facts, self.first, rows, len(self) - len(rows), self.value_range
         )
 
 
@@ -249,7 +255,10 @@ class Model:
                 f"novel training images in the right class: {right:.1%} (strict)"
             )
         title = f"uno.{type(self).__name__}"
-        return show.model_html(title, facts, self.classes, self._members, self.size)
+        value_range = self._classifier.config.data.value_range
+        return show.model_html(
+            title, facts, self.classes, self._members, self.size, value_range
+        )
 
     @cached_property
     def metrics(self) -> dict[str, float]:
@@ -304,19 +313,19 @@ class Model:
             ConfigError: The argument has another type or shape.
         """
         model, given = self._classifier, images
+        how = Decoding.of(model.config.data)
         if model.config.model.takes_vectors:
             vectors = Vectors.of(given, "predict")
             require_kind(model.config.model, vectors)
             items: list[Image | BadImage] = [b""] * len(vectors)
             source: Images | Sequence[Image] = vectors
         else:
-            items = _to_images(given)
+            items = _to_images(given, how.value_range)
             source = [b"" if isinstance(item, BadImage) else item for item in items]
         batches = np.split(
             np.arange(len(items)), range(model.batch_rows, len(items), model.batch_rows)
         )
-        how = model.config.data.interpolation
-        decode = partial(decoded, source, size=model.size, interpolation=how)
+        decode = partial(decoded, source, size=model.size, how=how)
         parts = list(score_rows(model, decode, batches))
         found = zip(
             items, (reason for _, some, _ in parts for reason in some), strict=True
@@ -361,6 +370,7 @@ class Model:
                 b"" if isinstance(item, BadImage) else item
                 for item in items[: show.MAX_ROWS]
             ],
+            value_range=how.value_range,
         )
 
 
@@ -615,8 +625,12 @@ def _default_torch_settings(device: torch.device) -> Iterator[None]:
         torch.set_default_dtype(dtype)
 
 
-def _to_images(images: Any) -> list[Image | BadImage]:
+def _to_images(images: Any, value_range: Range | None) -> list[Image | BadImage]:
     """Convert the argument of :meth:`Model.predict` to a list of images.
+
+    Args:
+        images: The argument.
+        value_range: As in :class:`uno.data.decode.Decoding`.
 
     Returns:
         For each image a path, encoded bytes or a uint8 array (H, W, 3); a
@@ -645,7 +659,7 @@ def _to_images(images: Any) -> list[Image | BadImage]:
             ' the paths, such as table["path"]'
         )
     images = images.to_pylist() if hasattr(images, "to_pylist") else images
-    return [_to_image(image, row) for row, image in enumerate(images)]
+    return [_to_image(image, row, value_range) for row, image in enumerate(images)]
 
 
 def _describe_value(value: Any) -> str:
@@ -659,13 +673,14 @@ def _describe_value(value: Any) -> str:
     return "None" if value is None else f"{type(value).__name__} {str(value)[:40]!r}"
 
 
-def _to_image(image: Any, row: int) -> Image | BadImage:
+def _to_image(image: Any, row: int, value_range: Range | None) -> Image | BadImage:
     """Convert one image that a user gives.
 
     Args:
         image: A path, a URI, encoded bytes, a PIL image, or a uint8 array (H, W, 3) or
             (H, W).
         row: Its position in the list, for the error message.
+        value_range: As in :class:`uno.data.decode.Decoding`.
 
     Returns:
         A path, encoded bytes or a uint8 array (H, W, 3); a :class:`BadImage` for a PIL
@@ -680,7 +695,7 @@ def _to_image(image: Any, row: int) -> Image | BadImage:
         return str(fspath(image))
     if isinstance(image, PIL.Image.Image):
         try:
-            image = np.asarray(to_rgb(PIL.ImageOps.exif_transpose(image)))
+            image = np.asarray(to_rgb(PIL.ImageOps.exif_transpose(image), value_range))
         # PIL opens a file lazily, so that a truncated one fails here with an OSError
         except (BadImage, OSError) as error:
             return BadImage(" ".join(str(error).split()))

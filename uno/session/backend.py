@@ -12,7 +12,7 @@ import torch
 
 import uno.runs.run as training
 from uno.config import Config
-from uno.data.decode import decode_many, ok_mask
+from uno.data.decode import Decoding, decode_many, ok_mask
 from uno.data.memory import TrainSet, assemble
 from uno.data.splits import Task
 from uno.data.stream import TrainData
@@ -257,9 +257,7 @@ def estimated_set(run: Run, compute: Compute = compute_local) -> TrainSet:
             )
         images = features[:, 0:1]
     else:
-        data = config.data
-        images, reasons = decode_many(
-            task.rows.images, data.stored_size, interpolation=data.interpolation
-        )
+        size, how = config.data.stored_size, Decoding.of(config.data)
+        images, reasons = decode_many(task.rows.images, size, how=how)
     leave_out_unreadable(reasons, config, task)
     return assemble(task, images, ok_mask(reasons))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from uno.config import Config, DataConfig
 from uno.data import features
 from uno.data.check import check_row_numbers, with_fitting_batch
-from uno.data.decode import decode_many, ok_mask
+from uno.data.decode import Decoding, decode_many, ok_mask
 from uno.data.features import Chunk, FeatureCache, FeatureJob, feature_job
 from uno.data.files import Storage
 from uno.data.images import evenly_spaced
@@ -177,10 +177,8 @@ def load_images(
     """
     if trains_on_features(config):
         return load_features(config, task, storage, show, should_stop)
-    data = config.data
-    return decode_many(
-        task.rows.images, data.stored_size, interpolation=data.interpolation
-    )
+    size, how = config.data.stored_size, Decoding.of(config.data)
+    return decode_many(task.rows.images, size, how=how)
 
 
 def leave_out_unreadable(

@@ -20,6 +20,7 @@ from uno.data.files import Storage
 from uno.data.sampling import largest_batch
 from uno.data.splits import Task, decide_setting, train_rows
 from uno.data.unreadable import check_bad
+from uno.data.value_range import choose_value_range
 from uno.encoders import weights
 from uno.encoders.weights import PRETRAINED
 from uno.presets import (
@@ -63,6 +64,7 @@ OF_ENCODER = (
     "model.stem",
     "data.mean",
     "data.std",
+    "data.value_range",
 )
 """Keys of how images are read, which belong to a trained encoder's weights."""
 OF_TRAINING = (
@@ -133,7 +135,7 @@ def keep_derived(
         The configuration with the derived values of the stored run.
     """
     given = {*given, *(SIZES if IMAGE_SIZE in given else ())}
-    keys = [*derived_keys(config), "data.validation_fraction"]
+    keys = [*derived_keys(config), "data.validation_fraction", "data.value_range"]
     keys = [key for key in keys if key not in given]
     keys += [
         f"data.{name}"
@@ -208,7 +210,7 @@ def derive_settings(
             _derive_epochs,
         )
     values, lines = Values(), list[str]()
-    for rule in rules:
+    for rule in (*rules, derive_value_range):
         derived, line = rule(config, given, task)
         derived = {key: value for key, value in derived.items() if key not in given}
         if derived:
@@ -289,6 +291,35 @@ def settings_of_weights(config: Config) -> Values:
     return {key: stored[key] for key in OF_ENCODER if key in stored}
 
 
+def derive_value_range(
+    config: Config, given: Collection[str], task: Task
+) -> tuple[Values, str]:
+    """Derive which stored values become black and white in images of more than 8 bits.
+
+    Nothing is derived if a sample of images has 8 bits, or if the run whose weights
+    this run starts from has a range.
+
+    Args:
+        config: The configuration so far.
+        given: The dotted keys that the user has set.
+        task: The rows of the run.
+
+    Returns:
+        Values by dotted key, and a line for the user. Both are empty if nothing is
+        derived.
+    """
+    if "data.value_range" in given or config.data.value_range is not None:
+        return {}, ""
+    found = choose_value_range(task.rows)
+    if found is None:
+        return {}, ""
+    (low, high), why = found
+    return {"data.value_range": (low, high)}, (
+        f"values: {low:g} is black and {high:g} white in images of more than 8 bits"
+        f" ({why}); change with --data.value-range"
+    )
+
+
 def _starts_from_run(config: Config) -> bool:
     """Return whether ``model.weights`` is a run directory.
 
@@ -323,7 +354,7 @@ def _derive_image_size(
     if has_view_size or has_stored_size:
         size = config.augment.large.size if has_view_size else config.data.stored_size
         return dict.fromkeys(SIZES[:2], size), ""
-    sides = [min(side) for _, *side in task.rows.headers.readable]
+    sides = [min(header.width, header.height) for header in task.rows.headers.readable]
     median_side = int(np.median(sides or [config.data.stored_size]))
     stem = config.model.stem
     if config.model.encoder == "resnet_small":

@@ -5,7 +5,7 @@
 
 import tempfile
 import threading
-from collections.abc import Container
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -23,14 +23,14 @@ from uno.errors import ConfigError
 from uno.session.backend import choose_backend
 from uno.session.console import Progress, announce_reading, on_stop, print_line
 from uno.session.data import leave_out_unreadable, load_features, read_task
-from uno.session.derive import settings_of_weights
+from uno.session.derive import derive_value_range, settings_of_weights
 from uno.session.prepare import starting_weights, with_full_path
 from uno.text import plural
 
 
 def embed(
     config: Config,
-    given: Container[str],
+    given: Collection[str],
     num_views: int = 0,
 ) -> None:
     """Write the features of all rows to a Parquet file: ``uno embed``.
@@ -87,6 +87,10 @@ def embed(
         raise ConfigError("--views: vectors have no random views; leave it out")
     none = np.full(len(rows), -1)
     task = Task(rows, [], [], 0, none, none, np.full(len(rows), num_views > 0))
+    values, line = derive_value_range(config, given, task)
+    config = override(config, values)
+    if line:
+        print_line(line)
     with tempfile.TemporaryDirectory(prefix="uno-embed-") as scratch:
         start = Storage(scratch)
         if (weights := starting_weights(config, True)) is not None:

@@ -20,6 +20,7 @@ from uno.data import decode as decode_module
 from uno.data import files
 from uno.data.decode import (
     BadImage,
+    Decoding,
     decode,
     decode_many,
     decode_rgb,
@@ -156,8 +157,8 @@ def test_caps(monkeypatch, tmp_path):
     """A file over the byte cap is refused before parsing, a picture over the pixel
     cap before decoding.
     """
-    assert read_header(encoded(pixels(0, 5, 9), "JPEG")) == ("JPEG", 9, 5)
-    assert read_header(pixels(0, 5, 9)) == ("pixels", 9, 5)
+    assert read_header(encoded(pixels(0, 5, 9), "JPEG"))[:3] == ("JPEG", 9, 5)
+    assert read_header(pixels(0, 5, 9))[:3] == ("pixels", 9, 5)
     (tmp_path / "a.png").write_bytes(encoded(pixels(0)))
     monkeypatch.setattr(decode_module, "MAX_IMAGE_PIXELS", 63)
     with pytest.raises(BadImage, match="8 x 8 pixels, not 1 to 63"):
@@ -185,7 +186,8 @@ def test_a_header_is_read_without_the_rest_of_the_file(
     remote = pa.fs.SubTreeFileSystem(str(tmp_path), pa.fs.LocalFileSystem())
     monkeypatch.setattr(files, "_connect", lambda host, options: (remote, ""))
     path = f"{tmp_path if place == 'local' else place}/image"
-    assert read_header(path) == read_header(data) == (format, 1000, 1000)
+    assert read_header(path) == read_header(data)
+    assert read_header(path)[:3] == (format, 1000, 1000)
     before = bytes_read()
     for _ in range(30):
         read_header(path)
@@ -320,8 +322,8 @@ def test_one_read_gives_the_square_and_the_whole_image(format, size, side):
     exif[0x0112] = 6
     large = Image.fromarray(pixels(1, 30, 40)).resize((1200, 900))
     data = encoded(large, format, exif=exif)
-    square, whole = decode_square_and_rgb(data, size, side, "bicubic")
-    np.testing.assert_array_equal(square, decode(data, size, "bicubic"))
+    square, whole = decode_square_and_rgb(data, size, side, Decoding("bicubic"))
+    np.testing.assert_array_equal(square, decode(data, size, Decoding("bicubic")))
     expected = decode_rgb(data, side)
     assert whole.shape[:2] == expected.shape[:2]
     np.testing.assert_array_equal(whole[..., :3], expected[..., :3])
@@ -387,12 +389,13 @@ def test_bicubic_is_pillows_and_bilinear_stays_the_default():
         expected = np.asarray(Image.fromarray(image).resize((12, 12), mode)).transpose(
             2, 0, 1
         )
+        how = Decoding(name)
         for source in (image, encoded(image)):
-            assert np.array_equal(decode(source, 12, name), expected)
+            assert np.array_equal(decode(source, 12, how), expected)
             assert np.array_equal(
-                decode_many([source], 12, 1, name)[0][0].numpy(), expected
+                decode_many([source], 12, 1, how)[0][0].numpy(), expected
             )
-        ((_, found, _),) = decoded([image], [np.array([0])], 12, 1, name)
+        ((_, found, _),) = decoded([image], [np.array([0])], 12, 1, how)
         assert np.array_equal(found[0].numpy(), expected)
         assert np.array_equal(decode(image, 12), expected) == (name == "bilinear")
 
@@ -437,4 +440,4 @@ def test_turned_pictures_are_pillows_to_the_level(
         Image.Resampling[interpolation.upper()],
     )
     expected = np.asarray(upright.resize((size, size), how, box)).transpose(2, 0, 1)
-    np.testing.assert_array_equal(decode(data, size, interpolation), expected)
+    np.testing.assert_array_equal(decode(data, size, Decoding(interpolation)), expected)

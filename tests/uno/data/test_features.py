@@ -30,7 +30,7 @@ from uno.data import decode as decode_module
 from uno.data import features
 from uno.data import files as filesystem
 from uno.data.columns import find_rows, make_labels
-from uno.data.decode import decode
+from uno.data.decode import Decoding, decode
 from uno.data.embeddings import read_vectors
 from uno.data.features import FeatureCache, cached_features, compute_local, feature_job
 from uno.data.files import Storage
@@ -170,7 +170,8 @@ def test_features_equal_a_loop_over_rows_and_views(tmp_path, crop, side):
     )
     assert 0 < job.task.is_train.sum() < 40
     for row in range(40):
-        square = torch.from_numpy(decode(images[row], side, "bicubic").copy())[None]
+        stored = decode(images[row], side, Decoding("bicubic"))
+        square = torch.from_numpy(stored.copy())[None]
         plain = encoder(eval_view(square, 8, data.mean, data.std))
         torch.testing.assert_close(found[row, :1], plain, rtol=1e-5, atol=1e-6)
         where = torch.tensor([0]), 1
@@ -182,7 +183,7 @@ def test_features_equal_a_loop_over_rows_and_views(tmp_path, crop, side):
         if crop == "pad":
             expected = augment(square, drawn, generator, data.mean, data.std, *where)
         else:
-            cropper = Cropper(VIEW_SEED, FEATURES, 1, drawn, side, "bicubic")
+            cropper = Cropper(VIEW_SEED, FEATURES, 1, drawn, side, Decoding("bicubic"))
             some, _ = cropper.crop(np.array([number]), np.array([0]), [images[row]])
             crops = cropper.split(torch.from_numpy(some))
             expected = augment_crops(

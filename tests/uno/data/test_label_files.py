@@ -158,6 +158,7 @@ def test_labels_of_a_file_replace_those_of_the_source(tmp_path):
         "https://example.org/photos/new/b%20c.png?token=1",
         "new/b c.png",
         "b c.png",
+        "/data/upload/2/a657eb98-b_c.png",
     ],
 )
 def test_images_are_found_by_their_path_where_the_file_has_no_ids(tmp_path, address):

@@ -61,9 +61,10 @@ def test_encoder_loads_into_plain_torchvision(tmp_path, stem):
 FOREIGN = """
 import json, sys
 import numpy as np, torch
-facts = {"classes.json": ""}
+facts = {"classes.json": "", "value_range": ""}
 program = torch.export.load("model.pt2", extra_files=facts).module()
 names = [entry["name"] for entry in json.loads(facts["classes.json"])]
+assert json.loads(facts["value_range"]) == [0, 4095]
 with torch.inference_mode():
     for name in ("one", "many"):
         images = torch.from_numpy(np.load(f"{name}.npy"))
@@ -78,7 +79,10 @@ def test_pt2_computes_the_same_without_this_project(tmp_path):
     batch, merges lost.
     """
     model = tiny_model(
-        tmp_path / "run", augment__large__size=6, data__mean=(0.1, 0.2, 0.3)
+        tmp_path / "run",
+        augment__large__size=6,
+        data__mean=(0.1, 0.2, 0.3),
+        data__value_range=(0, 4095),
     )
     model.classes[7:9] = [
         OutputClass(7, "a", "novel", 2),
@@ -200,9 +204,10 @@ def test_the_model_card_says_how_to_load_and_that_works(tmp_path, monkeypatch):
             {"model__encoder": f"{TOYS}:vit"},
             "- Weights: trained in this run from the weights of the callable.",
         ),
+        ({"data__value_range": (0, 4095)}, "0 becomes 0 and 4095 becomes 255"),
     ],
 )
-def test_the_model_card_names_weights_and_what_they_have_seen(tmp_path, options, line):
+def test_the_model_card_names_weights_and_the_range_of_values(tmp_path, options, line):
     """Kills: a path of this machine in the card, weights without a word of their
     data.
     """

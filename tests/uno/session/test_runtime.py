@@ -92,7 +92,7 @@ def test_predictions_by_a_runtime_are_those_of_pytorch(tmp_path, batches):
     model = tiny_model(tmp_path / "tiny")
     images, names = read_digits().images.items[:40], [*model.module.state_dict()]
     pixels = torch.from_numpy(
-        np.stack([features.decode_many([i], 8, 1, "bilinear")[0][0] for i in images])
+        np.stack([features.decode_many([i], 8, 1)[0][0] for i in images])
     )
     plain = model.score(pixels)
     config = override(Config(), {"compute.encoder_runtime": "onnx"})

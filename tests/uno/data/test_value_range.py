@@ -1,0 +1,199 @@
+"""Gray images of more than 8 bits: one range of values for a data set."""
+
+import io
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image, TiffImagePlugin
+
+import uno
+from uno.config import AugmentConfig, Config, DataConfig, ViewConfig, override
+from uno.crops import Cropper
+from uno.data.check import check
+from uno.data.decode import (
+    BadImage,
+    Decoding,
+    decode,
+    decode_many,
+    decode_rgb,
+    decode_square_and_rgb,
+)
+from uno.data.sources import read_rows
+from uno.data.splits import Task, make_task
+from uno.data.value_range import choose_value_range
+
+from .builders import encoded, pixels, write_images
+from .test_data_situations import tiff_of_12_bits
+
+GRAY = np.linspace(0, 4095, 64).round().reshape(8, 8)
+FLOATS = np.where(GRAY == 0, np.nan, GRAY / 4095).astype(np.float32)
+MAX_SAMPLE_VALUE = 281
+
+
+def gray_tiff(white: int) -> bytes:
+    """Return a TIFF of 16 bits that declares its largest value."""
+    tags = TiffImagePlugin.ImageFileDirectory_v2()
+    tags[MAX_SAMPLE_VALUE] = white
+    return encoded(GRAY.astype(np.uint16), "TIFF", tiffinfo=tags)
+
+
+def write_folder(folder: Path, *contents: bytes) -> Path:
+    """Write images of two classes, which have the contents in turn."""
+    for i in range(8):
+        path = folder / f"class{i % 2}" / f"{i}.tif"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(contents[i % len(contents)])
+    return folder
+
+
+def task_of(source: object) -> Task:
+    config = DataConfig(source=str(source), known_classes="first:1")
+    return make_task(read_rows(config), config)
+
+
+@pytest.mark.parametrize(
+    ("contents", "expected", "why"),
+    [
+        ([encoded(GRAY.astype(np.uint16))], (0, 4095), "percentiles"),
+        ([encoded(GRAY.astype(np.int32), "TIFF")], (0, 4095), "percentiles"),
+        ([encoded(FLOATS, "TIFF")], (0, 1), "percentiles"),
+        (
+            [encoded(np.where(GRAY > 900, 65004, 65001).astype(np.uint16))],
+            (65001, 65004),
+            "percentiles",
+        ),
+        ([encoded(pixels(0)), encoded(GRAY.astype("u2"))], (0, 4095), "percentiles"),
+        ([tiff_of_12_bits(GRAY.astype(int))], (0, 4095), "declare"),
+        ([gray_tiff(8000)], (0, 8000), "declare"),
+        # an image's own largest value, and that of every file of 16 bits
+        ([gray_tiff(4000), gray_tiff(4050)], (0, 4095), "percentiles"),
+        ([gray_tiff(65535)], (0, 4095), "percentiles"),
+    ],
+)
+def test_the_range_is_that_of_the_files_or_of_their_values(
+    tmp_path, contents, expected, why
+):
+    found = choose_value_range(task_of(write_folder(tmp_path, *contents)).rows)
+    assert found is not None and why in found[1]
+    assert found[0] == pytest.approx(expected, abs=0.02 * (expected[1] - expected[0]))
+
+
+def test_images_of_8_bits_have_no_range_and_only_headers_are_read(
+    tmp_path, monkeypatch
+):
+    write_images(tmp_path, [f"{c}/{i}.png" for c in "ab" for i in range(4)])
+    task = task_of(tmp_path)
+    monkeypatch.setattr(
+        "uno.data.decode.read_bytes", lambda *_: pytest.fail("a whole file is read")
+    )
+    assert choose_value_range(task.rows) is None
+
+
+def test_every_source_gives_the_same_range(tmp_path):
+    content = encoded(GRAY.astype(np.uint16))
+    names = [f"class{i % 2}" for i in range(8)]
+    folder = write_folder(tmp_path / "folder", content)
+    table = pa.table({"image": [content] * 8, "label": names})
+    (tmp_path / "parquet").mkdir()
+    pq.write_table(table, tmp_path / "parquet" / "train.parquet")
+    with tarfile.open(tmp_path / "train.tar", "w") as tar:
+        for i, name in enumerate(names):
+            for suffix, data in (("png", content), ("cls", name.encode())):
+                info = tarfile.TarInfo(f"{i}.{suffix}")
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+    sources = (folder, tmp_path / "parquet", tmp_path / "train.tar")
+    first, *others = (choose_value_range(task_of(source).rows) for source in sources)
+    assert first is not None and others == [first, first]
+
+
+@pytest.mark.parametrize(
+    "stored", [GRAY.astype(np.uint16), GRAY.astype(np.float32), GRAY.astype(np.int32)]
+)
+def test_every_way_to_decode_uses_the_range(stored):
+    """Values outside the range become black or white."""
+    low, high = 1000, 3000
+    how, image = Decoding(value_range=(low, high)), encoded(stored, "TIFF")
+    expected = (np.clip(GRAY, low, high) - low) * 255 // (high - low)
+    of_square, of_whole = (
+        Cropper(0, 0, 1, AugmentConfig(large=ViewConfig(size=8, crop=crop)), 8, how)
+        for crop in ("none", "resized")
+    )
+    zero = np.zeros(1, np.int64)
+    square = np.zeros((1, 3, 8, 8), np.uint8)
+    views, _ = of_square.crop(zero, zero, [image], square)
+    for found in (
+        decode(image, 8, how)[0],
+        decode_rgb(image, 8, how.value_range)[..., 0],
+        decode_square_and_rgb(image, 8, 8, how)[0][0],
+        decode_square_and_rgb(image, 8, 8, how)[1][..., 0],
+        decode_many([image], 8, 1, how)[0][0, 0].numpy(),
+        views.reshape(-1, 3, 8, 8)[0, 0],
+        square[0, 0],
+    ):
+        assert np.array_equal(found, expected)
+    resized, reasons = of_whole.crop(zero, zero, [image])
+    assert reasons == [None] and resized.max() == 255 and resized.min() == 0
+
+
+def test_numbers_that_are_not_finite_become_black_or_white():
+    values = np.array([[np.nan, np.inf, -np.inf, 0.5]], np.float32)
+    image = encoded(values.repeat(4, axis=0), "TIFF")
+    found = decode_rgb(image, 4, (0, 1))[0, :, 0]
+    assert found.tolist() == [0, 255, 0, 127]
+
+
+def warnings_of(folder: Path, value_range: tuple[float, float] | None) -> list[str]:
+    config = override(Config(), {"data.value_range": value_range})
+    return [problem.message for problem in check(task_of(folder), config)]
+
+
+def test_a_wrong_range_and_unused_pages_are_warnings(tmp_path):
+    page = Image.fromarray(GRAY.astype(np.uint16))
+    content = encoded(page, "TIFF", save_all=True, append_images=[page])
+    folder = write_folder(tmp_path, content)
+    messages = warnings_of(folder, (0, 65535))
+    assert any("nearly black" in text and "value-range" in text for text in messages)
+    assert any("several pages" in text and "first is used" in text for text in messages)
+    messages = warnings_of(write_folder(tmp_path, encoded(page)), (0, 4095))
+    assert not any("black" in text or "pages" in text for text in messages)
+
+
+def test_a_dicom_file_is_refused_with_the_way_to_convert_it():
+    with pytest.raises(BadImage, match=r"DICOM.*dcmj2pnm"):
+        decode(bytes(128) + b"DICM" + bytes(100), 8)
+
+
+def test_a_model_reads_new_images_by_the_range_of_its_run(tmp_path):
+    """The run stores the range, and the same call finds it again."""
+    rng = np.random.default_rng(0)
+    for i in range(48):
+        values = rng.normal(300, 60, (8, 8)).clip(0, 4095)
+        values[:, i % 4 * 2 : i % 4 * 2 + 2] += 1500
+        name = "new" if i % 4 > 1 or i > 36 else f"known/class{i % 4}"
+        (tmp_path / name).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(values.astype(np.uint16)).save(tmp_path / name / f"{i}.png")
+    settings = dict(
+        labeled=tmp_path / "known",
+        unlabeled=tmp_path / "new",
+        num_novel=2,
+        preset="scratch",
+        output=tmp_path / "run",
+        model={"encoder": "resnet_small", "width": 4},
+        batch_size=16,
+        **{"pretrain.epochs": 1, "discover.epochs": 1, "train.report_to": "jsonl"},
+        quiet=True,
+    )
+    model = uno.discover(**settings)
+    low, high = model._classifier.config.data.value_range
+    assert 0 < low < 400 and 1500 < high < 2200
+    path = tmp_path / "new" / "2.png"
+    by_hand = decode(str(path), 8, Decoding(value_range=(low, high)))
+    found = model.predict([path, Image.open(path), by_hand.transpose(1, 2, 0)])
+    assert found.reason == [None] * 3
+    assert np.allclose(found.probabilities, found.probabilities[0])
+    assert uno.discover(**settings).model_hash == model.model_hash
