@@ -5,6 +5,7 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
+from uno.clustering.kmeans import FREE
 from uno.clustering.num_classes import (
     Model,
     calibration,
@@ -12,6 +13,7 @@ from uno.clustering.num_classes import (
     find_signs,
     fit_model,
     hidden_classes,
+    rows_to_count,
     shortest_interval,
 )
 
@@ -41,6 +43,23 @@ def test_separate_classes_are_counted(num_known, num_novel, gcd):
     assert found.low <= num_novel <= found.high
     assert found.num_novel == num_novel
     assert sum(found.probabilities) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("num_labeled", [30, 6])
+def test_unlabeled_rows_of_known_classes_are_left_out(num_labeled):
+    """Also where few rows of a known class have labels."""
+    rows, truth = classes(7)
+    has_label = (truth < 4) & (torch.arange(len(truth)) % 60 < num_labeled)
+    is_counted = rows_to_count(rows, torch.where(has_label, truth, FREE))
+    assert is_counted[has_label].all()
+    assert is_counted[truth >= 4].float().mean() > 0.95
+    assert is_counted[(truth < 4) & ~has_label].float().mean() < 0.1
+
+
+def test_nothing_is_left_out_if_nothing_would_be_left():
+    rows, truth = classes(4)
+    has_label = torch.arange(len(truth)) % 2 == 0
+    assert rows_to_count(rows, torch.where(has_label, truth, FREE)).all()
 
 
 def test_a_few_outliers_are_no_class():

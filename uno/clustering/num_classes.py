@@ -275,7 +275,7 @@ def rows_to_count(rows: Tensor, labels: Tensor) -> Tensor:
     neighbors of an unlabeled row say little.
 
     Args:
-        rows: Rows (N, P), not yet whitened.
+        rows: Rows (N, P), not whitened: whitening pulls labeled rows together.
         labels: Their classes int64 (N,), or FREE.
 
     Returns:
@@ -283,8 +283,7 @@ def rows_to_count(rows: Tensor, labels: Tensor) -> Tensor:
         ``MIN_ROWS`` unlabeled ones would be left.
     """
     is_known = labels != FREE
-    white = rows @ fit_whitening(rows[is_known], labels[is_known])
-    neighbors = find_neighbors(F.normalize(white, dim=1), MAX_NEIGHBORS)
+    neighbors = find_neighbors(F.normalize(rows, dim=1), MAX_NEIGHBORS)
     has_label = is_known[neighbors].double()
     share = float(has_label[is_known, :MIN_NEIGHBORS].mean())
     num = max(
