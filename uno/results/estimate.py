@@ -324,7 +324,7 @@ def estimate_frozen(
             else is read.
     """
     gcd, most = config.data.setting == "gcd", settings.max_novel
-    fitted = num_classes.calibration()["model"]
+    fitted = num_classes.calibration()
     key = _digest(_fingerprint(train), gcd, config.seed, most, fitted)
     if (stored := read_estimate(storage, key)) is not None:
         return stored
