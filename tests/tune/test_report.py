@@ -324,7 +324,6 @@ def test_mlflow_has_one_run_a_trial_and_the_best_is_marked(
         "0.03",
     )
     history = client.get_metric_history(best.info.run_id, "tune/score")
-    # sent by several threads, so in any order
     found = sorted((m.step, m.value) for m in history)
     assert found == [(1, 0.4), (2, 0.6), (3, 0.8)]
 

@@ -309,8 +309,9 @@ def test_a_phase_without_steps_ends_as_it_began(storage):
     """``--pretrain.epochs 0``. Kills: a phase that leaves no checkpoint for the next
     one to start from.
     """
-    found = discover(storage, small_config(discover__epochs=0))
-    assert_same(found, copied_tensors(fresh_state(CONFIG)))
+    config = small_config(discover__epochs=0)
+    found = discover(storage, config)
+    assert_same(found, copied_tensors(fresh_state(config)))
     assert load_newest(storage, run.DISCOVER).step == 0
 
 

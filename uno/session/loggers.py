@@ -25,10 +25,12 @@ POSITION_KEYS = ("step", "total_steps", "epoch", "epochs", "every_s", "rank_ms")
 """Names in a line of metrics that are no metrics, so that no logger records them."""
 UPLOAD_S = 30.0  # least seconds between two uploads of events to an object store
 FINISH_S = 60.0  # seconds that W&B may upload after the end of the run
-# MLflow's own limits are 8 attempts of 120 s
+# MLflow's own limits are 8 attempts of 120 s, and 10 threads. Several threads that
+# create one folder of a store of files at the same time fail.
 MLFLOW_LIMITS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+    "MLFLOW_ASYNC_LOGGING_THREADPOOL_SIZE": "1",
 }
 
 
