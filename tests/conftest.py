@@ -66,6 +66,14 @@ def no_cache_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
     _set(before)
 
 
+@pytest.fixture(autouse=True)
+def no_cluster_of_another_test() -> Iterator[None]:
+    """The address of a Ray cluster, which a backend sets, ends with its test."""
+    before = {"RAY_ADDRESS": os.environ.get("RAY_ADDRESS")}
+    yield
+    _set(before)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def quick_maps() -> Iterator[Any]:
     """Draw the maps of reports at the first two coordinates: t-SNE takes seconds.
