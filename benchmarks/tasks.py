@@ -5,6 +5,7 @@
     python -m benchmarks.tasks run FEATURES/*.parquet --output tasks.csv
     python -m benchmarks.tasks table tasks.csv
     python -m benchmarks.tasks fit tasks.csv                 # uno/expectation.json
+    python -m benchmarks.tasks time FEATURES/cub100.parquet --rows 2000
 
 ``run`` draws tasks from each set of embeddings with labels: 20 of few known and few
 novel classes, 8 with at most three known classes, and, where NAME-known.txt is given by
@@ -15,7 +16,9 @@ features. Tasks that are in the output already are not computed again.
 
 ``fit`` writes the calibration of :mod:`uno.expectation` from the tasks of few classes.
 ``table`` prints means, and how well accuracies are predicted when the data set of the
-task is left out of the fit. True labels are read after everything is decided.
+task is left out of the fit. True labels are read after everything is decided. ``time``
+prints the seconds of the default, with its advice to merge, on randomly drawn rows of
+which half of the classes are known.
 """
 
 import argparse
@@ -42,6 +45,7 @@ from uno.clustering.frozen import (
     fit_principal_space,
 )
 from uno.clustering.kmeans import FREE, constrained_kmeans, kmeans
+from uno.clustering.num_classes import pairs_of_one_class
 from uno.expectation import CALIBRATION_FILE, COUNTED, Line, fit_line, mean_logit
 
 FEW = ((5, 5), (8, 4), (3, 3), (2, 2), (10, 10))  # known and novel classes
@@ -99,7 +103,13 @@ def main() -> None:
     run.add_argument("--output", type=Path, required=True)
     for name in ("table", "fit"):
         commands.add_parser(name).add_argument("tasks", nargs="+", type=Path)
+    timed = commands.add_parser("time")
+    timed.add_argument("features", type=Path, help="Parquet of uno embed")
+    timed.add_argument("--rows", type=int, required=True)
     given = parser.parse_args()
+    if given.command == "time":
+        print(json.dumps(measure_time(given.features, given.rows)))
+        return
     if given.command == "run":
         torch.set_num_threads(1)
         for file in given.features:
@@ -112,6 +122,24 @@ def main() -> None:
         path = Path("uno") / CALIBRATION_FILE
         path.write_text(json.dumps(fit(rows), indent=1) + "\n", "utf-8")
         print(f"wrote {path}")
+
+
+def measure_time(file: Path, num_rows: int) -> dict[str, float]:
+    """Return the seconds of the default in each setting, on at most ``num_rows``."""
+    features, names = read_features(file)
+    rows = np.random.default_rng(0).permutation(len(names))[:num_rows]
+    features, names = features[torch.from_numpy(rows)], names[rows]
+    classes = np.unique(names).tolist()
+    seconds = {}
+    for setting in ("ncd", "gcd"):
+        task = make_task(features, names, classes, len(classes) // 2, setting, 0)
+        free, gcd = task.labels == FREE, task.gcd
+        rows_of = task.features[~free], task.labels[~free], task.features[free]
+        start = time.perf_counter()
+        result = discover_clusters(*rows_of, task.num_novel, gcd, 0)
+        pairs_of_one_class(result, *rows_of, gcd, 0)
+        seconds[setting] = round(time.perf_counter() - start, 2)
+    return {"rows": len(names), **seconds}
 
 
 def read_tasks(file: Path) -> list[dict[str, Any]]:

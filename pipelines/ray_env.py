@@ -110,8 +110,8 @@ def connect(
             place = {"RAY_TMPDIR": os.environ.get("RAY_TMPDIR", tempfile.gettempdir())}
             place["TMPDIR"] = until.enter_context(own)
             # The controller of Ray Train warns of an option that only Ray itself sets.
-            mine = os.environ.get("PYTHONWARNINGS", "")
-            place["PYTHONWARNINGS"] = f"{mine},{RAYS_OWN_WARNING}".lstrip(",")
+            filters = os.environ.get("PYTHONWARNINGS", "")
+            place["PYTHONWARNINGS"] = f"{filters},{RAYS_OWN_WARNING}".lstrip(",")
         late = _start(ray, address, options, place)
         until.callback(ray.shutdown)
         for number in late:

@@ -661,7 +661,7 @@ def _make_rows(
             training.
         source: Name of the source in messages: a prefix, a colon and the folder.
         listing: The listing that ``listed`` iterates over.
-        warnings: More warnings, which are complete when ``listed`` is exhausted.
+        warnings: More warnings. ``listed`` may add to them while it is read.
 
     Raises:
         ConfigError: There are no images.

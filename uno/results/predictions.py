@@ -323,7 +323,8 @@ class PartWriter(NamedTuple):
         Args:
             storage: The directory of the predictions.
             number: The number of the partition, from 0.
-            results: All its rows in order, with the columns of :func:`result_table`.
+            results: All rows of the partition in order, with the columns of
+                :func:`result_table`.
         """
         index = results["class_index"].combine_chunks()
         kinds = pa.array(
