@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
@@ -212,7 +213,8 @@ def _answers_of_table(path: str) -> Answers:
         raise ConfigError(f"{path}: needs the columns id and label; it has {has}")
     for name, value in zip(columns[image], columns[label], strict=True):
         if not is_missing(name) and not is_missing(value):
-            yield _name_of_address(str(name)), str(value).strip()
+            for chosen in _classes_of(str(value).strip()):
+                yield _name_of_address(str(name)), chosen
 
 
 def _answers_of_tool(path: str, suffix: str) -> Answers:
@@ -285,7 +287,7 @@ def _answers_of_choices(image: str, choices: Mapping[str, Any]) -> Answers:
 
     Args:
         image: The id or path of the image.
-        choices: Name of a group of choices -> what was chosen: a text, or a list.
+        choices: Name of a group of choices -> what was chosen, see :func:`_classes_of`.
 
     Yields:
         Pairs of ``image`` and a class.
@@ -302,8 +304,23 @@ def _answers_of_choices(image: str, choices: Mapping[str, Any]) -> Answers:
             " 'class'"
         )
     chosen = choices[(usual or [*choices])[0]]
-    for name in [chosen] if isinstance(chosen, str) else chosen:
-        yield image, str(name)
+    for name in _classes_of(chosen):
+        yield image, name
+
+
+def _classes_of(chosen: Any) -> list[str]:
+    """Return the classes of one choice, in each form in which Label Studio writes it.
+
+    Args:
+        chosen: A class, or a list of classes. Several classes are
+            ``{"choices": [...]}`` in JSON-MIN, and the text of that in a table.
+    """
+    if isinstance(chosen, str) and chosen.startswith('{"choices":'):
+        with suppress(ValueError):  # a class of this name
+            chosen = filesystem.parse_json(chosen)
+    if isinstance(chosen, Mapping):
+        chosen = chosen["choices"]
+    return [chosen] if isinstance(chosen, str) else [str(name) for name in chosen]
 
 
 def _image_of_task(data: Mapping[str, Any]) -> str:

@@ -100,6 +100,31 @@ def test_an_image_in_several_classes_has_no_label_and_is_named(tmp_path):
     assert "2 images" in given.warnings[0] and "a.png: owl, jay" in given.warnings[0]
 
 
+SEVERAL, ONE = ({"choices": names} for names in (["owl", "jay"], ["owl"]))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        (
+            "min.json",
+            [{"image": "a.png", "choice": SEVERAL}, {"image": "b.png", "choice": ONE}],
+        ),
+        (
+            "min.jsonl",
+            "".join(
+                json.dumps({"image": name, "choice": json.dumps(chosen)}) + "\n"
+                for name, chosen in (("a.png", SEVERAL), ("b.png", ONE))
+            ),
+        ),
+    ],
+)
+def test_several_choices_of_label_studio_are_several_classes(tmp_path, name, content):
+    """As JSON-MIN has them, and as text in a table. Kills: the key as the class."""
+    given = read_label_file(write(tmp_path, name, content))
+    assert given.classes == {"b.png": "owl"} and "owl, jay" in given.warnings[0]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "part"),
     [
