@@ -232,7 +232,7 @@ class DataConfig(Section):
     value_range: Range | None = field(
         None,
         "Stored values that become black and white in gray images of more than 8 bits;"
-        " default: what the files declare, or percentiles of a sample.",
+        " default: percentiles of a sample.",
     )
     batch_sampling: Literal["proportional", "balanced"] = field(
         "proportional",

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from uno.config import DataConfig
 from uno.data.columns import fill_labels, rename_classes
-from uno.data.decode import BadImage, Header, map_images, ok_mask, read_header
+from uno.data.decode import BadImage, ImageFacts, inspect_image, map_images, ok_mask
 from uno.data.files import normalize_path
 from uno.data.images import Images, as_images, evenly_spaced
 from uno.errors import ConfigError, one_line
@@ -30,7 +30,7 @@ from uno.limits import MAX_LABEL_LENGTH, MAX_ROWS
 from uno.text import composed, folded
 
 PART_ROWS = 2**16  # rows that are hashed at once
-NUM_HEADERS = 64  # images whose headers are read
+SAMPLE_SIZE = 64  # images that are inspected before a run
 SPLITS = {
     "train": "train",
     "test": "test",
@@ -93,16 +93,16 @@ class ReadOptions:
 DEFAULT_OPTIONS = ReadOptions()
 
 
-class Headers(NamedTuple):
-    """The headers of a sample of the images of a data set.
+class ImageSample(NamedTuple):
+    """What a sample of the images of a data set shows.
 
     Attributes:
-        readable: The header of each readable image.
+        readable: The facts of each readable image.
         reasons: Row number -> the reason why the image cannot be read.
         num_rows: The number of rows of the sample.
     """
 
-    readable: list[Header]
+    readable: list[ImageFacts]
     reasons: dict[int, str]
     num_rows: int
 
@@ -290,24 +290,24 @@ class Rows:
         return None if self.vectors is None else ok_mask(self.vectors[1])
 
     @cached_property
-    def headers(self) -> Headers:
-        """The headers of at most :data:`NUM_HEADERS` images, read at the first use.
+    def image_sample(self) -> ImageSample:
+        """What at most :data:`SAMPLE_SIZE` images show, decoded at the first use.
 
-        A source of vectors has no headers. Its sample has all rows, and those without a
-        usable vector are the unreadable ones.
+        Of a source of vectors the sample has all rows, and those without a usable
+        vector are the unreadable ones.
         """
         if self.vectors is not None:
             found = enumerate(self.vectors[1])
             reasons = {row: reason for row, reason in found if reason is not None}
-            return Headers([], reasons, len(self))
-        sample = evenly_spaced(NUM_HEADERS, len(self))
-        headers = Headers([], {}, len(sample))
-        for row, header in map_images(self.images, sample, read_header):
-            if isinstance(header, BadImage):
-                headers.reasons[row] = str(header)
+            return ImageSample([], reasons, len(self))
+        rows = evenly_spaced(SAMPLE_SIZE, len(self))
+        sample = ImageSample([], {}, len(rows))
+        for row, facts in map_images(self.images, rows, inspect_image):
+            if isinstance(facts, BadImage):
+                sample.reasons[row] = str(facts)
             else:
-                headers.readable.append(header)
-        return headers
+                sample.readable.append(facts)
+        return sample
 
     @cached_property
     def fingerprint(self) -> str:

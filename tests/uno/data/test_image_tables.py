@@ -292,16 +292,6 @@ def test_unreadable_rows_of_a_table_have_their_path_and_line(folder):
     ]
 
 
-def test_duplicates_of_a_table_have_their_paths(folder):
-    (folder / "sub/c.png").write_bytes((folder / "sub/b.png").read_bytes())
-    config = Config(
-        data=DataConfig(source=write_table(folder, csv_text()), num_novel=1)
-    )
-    task = make_task(read_rows(config.data), config.data)
-    (message,) = (p.message for p in check(task, config) if "duplicates" in p.message)
-    assert "sub/b.png, line 3" in message and "sub/c.png, line 4" in message
-
-
 def test_rows_of_folders_keep_their_short_names(tmp_path):
     write_images(tmp_path, ["cat/a.png", "dog/b.png"])
     (tmp_path / "dog/b.png").write_bytes(b"")
