@@ -838,7 +838,7 @@ class ComputeConfig(Section):
         "Record UNO's training steps once and replay them as a CUDA graph: less work"
         " for the host; one worker.",
     )
-    encoder_runtime: Literal["torch", "openvino", "onnx"] = field(
+    encoder_runtime: Literal["torch", "openvino"] = field(
         "torch",
         "What computes frozen features and predictions on CPUs.",
         commands="predict",
