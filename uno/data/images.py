@@ -281,9 +281,6 @@ class ImageSubset(Images):
         """Return the images of some rows int64 (n,) of the subset, in that order."""
         return self.images.read_images(self.index[rows])
 
-    def __getitem__(self, row: int) -> Image:
-        return self.images[int(self.index[row])]
-
     def take(self, rows: np.ndarray) -> ImageSubset:
         """Return only the images of some rows of the subset, as another subset.
 

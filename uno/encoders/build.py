@@ -306,17 +306,12 @@ def _from_torchvision(model_name: str) -> nn.Module:
     """Build an encoder of torchvision without its last linear layer.
 
     Raises:
-        ConfigError: There is no such encoder, it has several outputs, or it does not
-            end in a linear classifier.
+        ConfigError: There is no such encoder, or it does not end in a linear
+            classifier.
     """
     from torchvision import models
 
     check_name("torchvision", model_name)
-    if model_name in ("googlenet", "inception_v3"):
-        raise ConfigError(
-            f"model.encoder torchvision:{model_name} returns several outputs; choose"
-            " another"
-        )
     encoder = models.get_model(model_name, weights=None)
     classifier = classifier_of(encoder)
     if not classifier:
