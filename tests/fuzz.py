@@ -45,12 +45,7 @@ from tests.uno.data.builders import encoded, hf_table, pixels
 from tests.uno.models import write_model
 from tests.uno.small_run import small_config
 from uno.config import Config, dump_yaml, load_yaml, override
-from uno.data.decode import (
-    BadImage,
-    decode,
-    decode_rgb,
-    read_header,
-)
+from uno.data.decode import BadImage, decode, decode_rgb, inspect_image, read_header
 from uno.data.files import Storage
 from uno.data.rows import ReadOptions
 from uno.data.tables import read_parquet, read_table
@@ -167,6 +162,7 @@ def mutated(data: bytes, other: bytes, chance: random.Random) -> bytes:
 def _read_image(folder: Path, data: bytes) -> None:
     (folder / "image").write_bytes(data)
     assert read_header(data) == read_header(str(folder / "image"))
+    inspect_image(data)
     first = decode(data, 16)
     assert first.shape == (3, 16, 16) and np.array_equal(first, decode(data, 16)), (
         "two reads disagree"
