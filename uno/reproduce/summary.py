@@ -140,7 +140,7 @@ def read(
                 f" {estimate.get('suggested', '?')}; DTC's procedure:"
                 f" {estimate.get('dtc', {}).get('num_novel', '?')}"
             )
-    pretrainings = {cell.pretraining for cell in cells}
+    pretrainings = {cell.start for cell in cells}
     pretrain_minutes = sum(seconds.get(name, 0.0) for name in pretrainings) / 60
     environments = [run.environment for run in runs]
     on_gpu = changes.get("compute.device") != "cpu"
