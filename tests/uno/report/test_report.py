@@ -201,7 +201,7 @@ def test_page_without_the_run_s_files(tmp_path, damage):
 
 def test_estimate_of_the_number_of_classes(tmp_path):
     storage = write_run(tmp_path, CONFIG, TASK)
-    curve = {"f1": [0.2, 0.9, 0.5], "acc": [0.3, 0.8, 0.4], "cvi": [0.1, 0.2, 0.3]}
+    curve = {"f1": [0.2, 0.9, 0.5]}
     estimate = {
         "ks": [2, 5, 9],
         "curves": curve,
