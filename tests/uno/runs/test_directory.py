@@ -81,7 +81,6 @@ def test_what_does_not_fit_the_run_is_refused(empty):
         "train.checkpoint_every_epochs": 3,
         "train.eval_batch_size": 64,
         "train.report_to": "jsonl",
-        "train.profile": "3:5",
         "train.checkpoint_every_minutes": 1,
     }
     free = {
