@@ -512,17 +512,8 @@ def _default_torch_settings(device: torch.device) -> Iterator[None]:
     autocast is off on ``device``. The dtype and the other settings are restored at the
     end. A forked child of the process that imported this module is set to one thread,
     because OpenMP would wait forever for the threads of its parent.
-
-    Raises:
-        ConfigError: ``device`` is a GPU, and this is a forked child of a process that
-            has used a GPU.
     """
     if os.getpid() != IMPORTING_PROCESS:
-        if device.type == "cuda" and torch.cuda._is_in_bad_fork():
-            raise ConfigError(
-                "a forked process cannot use CUDA: start it by multiprocessing's"
-                ' "spawn"'
-            )
         torch.set_num_threads(1)
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
