@@ -151,7 +151,7 @@ COMMANDS = {
             "2",
             "--folds",
             "1",
-            "--concurrent",
+            "--workers",
             "1",
             "--output",
             out,

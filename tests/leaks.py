@@ -131,7 +131,7 @@ COMMANDS: dict[str, Callable[[Path, int], list[Any]]] = {
         "1",
         "--folds",
         "1",
-        "--concurrent",
+        "--workers",
         "1",
         "--output",
         made / f"sweep{i}",
