@@ -95,7 +95,7 @@ release-check: export OMP_NUM_THREADS := 1
 release-check: $(STAMP)
 	$(PY) -m pytest -n 2 --timeout 900 -m 'release and not ray' --durations=10
 	$(PY) -m pytest --timeout 900 -m 'release and ray' --durations=10
-	$(PY) -m tests.fuzz --seconds 10
+	$(PY) -m pytest --timeout 900 -m slow tests/test_fuzz.py --hypothesis-profile long
 	$(PY) -m tests.agreement --cases 40
 	$(PY) -m tests.leaks --times 10
 	$(PY) -m tests.chaos --moments 4

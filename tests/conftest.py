@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from uno.session.console import in_main_thread
 
@@ -25,6 +26,11 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 NUM_CPUS = 4  # logical; the machine may have two
 # a node whose agent finds it taken takes no jobs, for as long as it lives
 AGENT_PORT = 52365
+
+# The same inputs every time; ``--hypothesis-profile long`` tries many others.
+settings.register_profile("repeatable", deadline=None, derandomize=True)
+settings.register_profile("long", deadline=None, max_examples=1_000)
+settings.load_profile("repeatable")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -20,7 +20,7 @@ from tests.agreement import (
     check_run,
     specs,
 )
-from tests.fuzz import CORPUS
+from tests.test_fuzz import CORPUS
 from uno.data.decode import Decoding, decoded
 from uno.results import export, folders, predictions
 from uno.results.classes import without_merges
