@@ -336,13 +336,13 @@ OF_RUN = ("checkpoint", "checkpoint-summed", "run", "model")
 
 @st.composite
 def damaged_files(draw: st.DrawFn, files: list[bytes], names_a_file: bool) -> bytes:
-    """Draw a file and change up to six places of it, but not a line that names it."""
+    """Draw a file and change up to four places of it, but not a line that names it."""
     content = bytearray(draw(st.sampled_from(files)))
     first = content.index(b"\n") + 1 if names_a_file else 0
-    for _ in range(draw(st.integers(0, 6))):
+    for _ in range(draw(st.integers(1, 4))):
         ends = st.sampled_from((min(first + 64, len(content)), len(content)))
         start = draw(st.integers(first, draw(ends)))
-        length = draw(st.sampled_from((0, 1, 2, 4, 30, len(content))))
+        length = draw(st.sampled_from((0, 1, 1, 2, 4, 30, len(content))))
         piece = bytes(content[start : start + 30])
         new = st.one_of(st.binary(max_size=8), st.sampled_from(HOSTILE), st.just(piece))
         content[start : start + length] = draw(new) * draw(st.sampled_from((1, 1, 50)))
@@ -373,7 +373,7 @@ def test_an_undamaged_file_is_read(kind, tmp_path):
         KINDS[kind].read(folder, data)
 
 
-PAST = sorted(set(CORPUS.iterdir()) - set(CORPUS.glob("agreement_*")))
+PAST = sorted(CORPUS.iterdir())
 
 
 @pytest.mark.timeout(10)
