@@ -35,12 +35,11 @@ from uno.data.labels import encode_column, require_distinct
 from uno.data.other_formats import fix_for
 from uno.data.parquet import (
     TEXT,
-    OpenedParquet,
     ParquetImages,
+    ParquetShard,
     check_images,
-    is_training,
     parquet_files,
-    partition_columns,
+    plain_type,
     values_in,
 )
 from uno.data.rows import DEFAULT_OPTIONS, ReadOptions, Rows
@@ -492,22 +491,23 @@ def _read_parquet(source: str, path: str, options: ReadOptions) -> _Content:
             columns.
     """
     names = options.columns
-    root, files = parquet_files(path, options.follow_links)
-    parts, pictures, lists = list[pa.Table](), set[str](), list[tuple[Any, str]]()
-    for file, folders in zip(files, partition_columns(files), strict=True):
-        parquet = OpenedParquet(file.path, file.size)
-        schema = parquet.schema
-        present = tables.present_columns(schema, names, folders)
-        tables.check_names(file.path, present, options)
+    _, files = parquet_files(path, options.follow_links)
+    tables.refuse_partitions(source, files, options)
+    parts, pictures, lists = list[pa.Table](), set[str](), list[_Lists]()
+    for file in files:
+        shard = ParquetShard(file.path)
+        schema = shard.schema
+        tables.check_names(file.path, schema.names, options)
         theirs = {ours: names.get(ours, ours) for ours in COLUMNS}
-        image = names.get("image", "image")
+        image, vector = names.get("image", "image"), theirs.pop("embedding")
         if image in schema.names:
-            if schema.field(image).type in TEXT:
+            kind = schema.field(image).type
+            check_images(file.path, kind)
+            if plain_type(kind) in TEXT:
                 theirs["path"] = image
             else:
-                check_images(file.path, schema.field(image).type)
                 pictures.add(image)
-        if theirs["embedding"] not in schema.names:
+        if vector not in schema.names:
             has = one_line(", ".join(schema.names))
             needs = "needs a column embedding, or --data.columns embedding=NAME"
             if sum(map(pa.types.is_floating, schema.types)) > MANY_NUMBERS:
@@ -516,49 +516,33 @@ def _read_parquet(source: str, path: str, options: ReadOptions) -> _Content:
                     " FILE.npy)"
                 )
             raise ConfigError(f"{file.path}: {needs}; it has {has}")
-        vector = theirs.pop("embedding")
         _check_lists(file.path, schema.field(vector).type)
-        lists.append((parquet, vector))
-        found = parquet.read(list({c for c in theirs.values() if c in schema.names}))
-        columns = {ours: found[c] for ours, c in theirs.items() if c in schema.names}
-        num = parquet.metadata.num_rows
-        columns |= tables.columns_of_folders(file.path, theirs, folders, columns, num)
-        split = "train" if is_training(file.relative) else "test"
-        columns.setdefault("split", pa.chunked_array([pa.repeat(split, num)]))
-        parts.append(pa.table(columns))
-    try:
-        table = pa.concat_tables(parts, promote_options="permissive")
-    except pa.ArrowException as error:
-        raise ConfigError(
-            f"{source}: the files have different columns: {one_line(error)}"
-        ) from None
+        lists.append((shard, vector))
+        parts.append(tables.read_named_columns(shard, file.relative, theirs))
+    table = tables.join_tables(source, parts)
     if len(pictures) > 1:
         raise ConfigError(f"{source}: the files name their image column differently")
-    shown = (
-        ParquetImages(
-            root,
-            [f.path for f in files],
-            pictures.pop(),
-            [f[2:4] for f in files],
-            options,
-            [parquet for parquet, _ in lists],
-        )
-        if pictures
-        else None
-    )
+    shown = None
+    if pictures:
+        shards = [shard for shard, _ in lists]
+        shown = ParquetImages(shards, pictures.pop(), [file.time for file in files])
     values, reasons = _read_matrix(source, lists)
     return _Content(table, values, reasons, shown, list(schema.names))
 
 
-def _read_lists(file: Any, column: str) -> Iterator[Any]:
+_Lists = tuple[ParquetShard, str]
+"""A Parquet file, and the name of its column of vectors."""
+
+
+def _read_lists(shard: ParquetShard, column: str) -> Iterator[Any]:
     """Yield the lists of a column, cast to float32, some rows at a time.
 
     Args:
-        file: An opened Parquet file.
+        shard: The Parquet file.
         column: Name of the column.
     """
-    for group in range(file.metadata.num_row_groups):
-        for batch in file.batches([column], group):
+    for group in range(shard.metadata.num_row_groups):
+        for batch in shard.batches(column, group):
             yield batch.column(0).cast(LIST, safe=False)
 
 
@@ -591,7 +575,7 @@ def _check_lists(source: str, kind: Any) -> None:
 
 
 def _read_matrix(
-    source: str, columns: Sequence[tuple[Any, str]]
+    source: str, columns: Sequence[_Lists]
 ) -> tuple[np.ndarray, dict[int, str]]:
     """Read columns of lists as one matrix.
 
@@ -600,7 +584,7 @@ def _read_matrix(
 
     Args:
         source: The source, as the error message names it.
-        columns: An opened Parquet file and the name of its column, for each file.
+        columns: Each file and the name of its column.
 
     Returns:
         float32 (R, D), with zeros for lists of another length; and for each of these

@@ -301,31 +301,10 @@ def test_a_folder_of_files_with_splits_and_other_names(tmp_path):
     }
 
 
-def test_hive_folders_of_vectors_are_columns(tmp_path):
-    for place in ("split=test/label=cat", "split=train/label=dog"):
-        (tmp_path / place).mkdir(parents=True)
-        stored(
-            tmp_path / place / "0.parquet",
-            embedding=list(drawn(2)),
-            id=[f"{place}{i}" for i in "ab"],
-        )
-    rows = rows_of(f"vectors:{tmp_path}")
-    assert rows.labels.to_pylist() == [
-        "cat",
-        "cat",
-        "dog",
-        "dog",
-    ] and rows.split.to_pylist() == [
-        "test",
-        "test",
-        "train",
-        "train",
-    ]
-    assert len(read_rows(DataConfig(source=f"vectors:{tmp_path}"), True)) == 4
-    stored(
-        tmp_path / place / "0.parquet", embedding=list(drawn(2)), label=["dog", "cat"]
-    )
-    with pytest.raises(ConfigError, match="label=dog, a row of its column label 'cat'"):
+def test_folders_of_hive_partitioning_are_refused(tmp_path):
+    (tmp_path / "label=cat").mkdir()
+    stored(tmp_path / "label=cat/0.parquet", embedding=list(drawn(2)))
+    with pytest.raises(ConfigError, match="folder label=cat is no column label"):
         rows_of(f"vectors:{tmp_path}")
 
 

@@ -403,11 +403,6 @@ def test_parquet_that_only_names_files_reads_them_or_names_the_option(folder):
     rows = read(f"parquet:{folder}/export", image_folder=str(folder))
     assert rows.labels.to_pylist() == ["x", "x", None]
     assert rows.images[1] == os.path.realpath(folder / "sub/b.png")
-    paths[0]["bytes"] = encoded(pixels(0))
-    pq.write_table(hf_table(paths, [0, 0, None], ["x"], "image"), folder / "t.parquet")
-    assert read(f"parquet:{folder}/t.parquet").images[1] == os.path.realpath(
-        folder / "sub/b.png"
-    )
 
 
 @pytest.mark.parametrize("kind", ["", "parquet:", "folder:"])

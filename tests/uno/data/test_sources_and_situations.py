@@ -384,11 +384,11 @@ def partitions(source: str, root: Path) -> dict[str, str]:
         return write_tar(root / "test", test) | {"source": f"tar:{root}"}
     if source == "parquet":
         for split, rows in (("train", train), ("test", test)):
-            write_parquet(root / f"split={split}" / "more=1", rows)
+            write_parquet(root / split, rows)
         return {"source": f"parquet:{root}"}
     if source == "vectors":
         for split, rows in (("train", train), ("test", test)):
-            write_python(root / f"split={split}", rows)
+            write_python(root / split, rows)
         return {"source": f"vectors:{root}"}
     config = WRITERS[source](root, ROWS)
     if source == "csv":
