@@ -9,7 +9,8 @@ import tempfile
 import warnings
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from uno.data import files as filesystem
 from uno.data.from_python import float_vectors
+from uno.data.images import Images
 from uno.data.rows import ReadOptions
 from uno.data.tables import check_names
 from uno.data.text_tables import read_csv
@@ -55,23 +57,27 @@ COLUMNS = ("id", "embedding", "label", "eval_label", "split", "path", "text")
 MAPPED_BYTES = 256 * 2**20  # arrays of this size or more are kept in a file
 
 
-class ArrayFile(NamedTuple):
-    """The content of a file of arrays with N rows.
+class VectorFile(NamedTuple):
+    """The content of a file or folder with R vectors.
 
     Attributes:
-        values: The embeddings, float32 (N, D).
-        columns: Standard column name, such as "label" -> Arrow array (N,).
-        names: The names of all columns that the file has.
-        notes: Lines for the user about how the file was read.
+        values: The vectors, float32 (R, D).
+        columns: Standard column name, such as "label" -> Arrow column (R,).
+        names: The names of all columns that the source has.
+        notes: Lines for the user about how the source was read.
+        reasons: Row number -> why the row has no vector. Its numbers are zeros.
+        pictures: The pictures of the rows, None if no column holds their bytes.
     """
 
     values: np.ndarray
-    columns: dict[str, Any]
-    names: list[str]
+    columns: Mapping[str, Any]
+    names: Sequence[str]
     notes: tuple[str, ...] = ()
+    reasons: Mapping[int, str] = MappingProxyType({})
+    pictures: Images | None = None
 
 
-def read_array_file(path: str, options: ReadOptions) -> ArrayFile:
+def read_array_file(path: str, options: ReadOptions) -> VectorFile:
     """Read the embeddings of a .npy, .npz, .pt or .pth file, and their columns.
 
     The columns are other arrays or lists of the file, and those of a .csv file of the
@@ -110,7 +116,7 @@ def read_array_file(path: str, options: ReadOptions) -> ArrayFile:
                 f"{path} and {beside} both hold {both[0]}; remove one of them"
             )
         columns |= in_csv
-    return ArrayFile(values, columns, present)
+    return VectorFile(values, columns, present)
 
 
 def read_numpy(path: str) -> np.ndarray | dict[str, np.ndarray]:

@@ -24,7 +24,7 @@ from torch import Tensor
 from uno.config import ModelConfig
 from uno.data import files as filesystem
 from uno.data import tables
-from uno.data.array_files import ARRAYS, COLUMNS, new_array, read_array_file
+from uno.data.array_files import ARRAYS, COLUMNS, VectorFile, new_array, read_array_file
 from uno.data.columns import class_codes, make_unlabeled
 from uno.data.decode import ok_mask
 from uno.data.from_python import class_names, distinct_ids, float_vectors
@@ -207,9 +207,7 @@ def read_vectors(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
     source = f"vectors:{path}"
     if path.endswith((*ARRAYS, H5AD)):
         read = read_h5ad if path.endswith(H5AD) else read_array_file
-        given = read(path, options)
-        table = pa.table(given.columns)
-        content = _Content(table, given.values, {}, None, given.names, given.notes)
+        content = read(path, options)
     elif filesystem.kind(path) == "file" and not path.endswith(".parquet"):
         fix = CSV_FIX if path.lower().endswith(".csv") else fix_for(path)
         what = f"; this is {fix}" if fix else ""
@@ -221,11 +219,8 @@ def read_vectors(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
     if not 0 < num <= MAX_ROWS:
         raise ConfigError(f"{source}: {plural(num, 'row')}, not 1 to {MAX_ROWS:,}")
     unused = ("label", "eval_label", "split") if options.images_only else ()
-    columns = {
-        name: content.table[name]
-        for name in content.table.column_names
-        if name not in unused
-    }
+    used = {name: c for name, c in content.columns.items() if name not in unused}
+    columns = dict(zip(used, pa.table(used).columns, strict=True))
     ids = _make_ids(columns.get("id"), num)
     coded = ids.dictionary_encode()
     place = coded.indices.to_numpy()
@@ -268,7 +263,7 @@ def read_vectors(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
     notes = content.notes
     if num_views > 1:
         notes += (f"rows of one id, {num_views} at most, are its views",)
-    if "label" not in content.table.column_names and not options.images_only:
+    if "label" not in content.columns and not options.images_only:
         notes += tables.note_of_no_label(path, content.names, options.columns)
         if path.endswith(ARRAYS) and not content.names:
             beside = f"{os.path.splitext(path)[0]}.csv"
@@ -455,27 +450,7 @@ def is_vectors(path: str) -> bool:
         return False
 
 
-class _Content(NamedTuple):
-    """The content of a source with R vectors.
-
-    Attributes:
-        table: The standard columns as an Arrow table.
-        values: The vectors, float32 (R, D).
-        reasons: Row number -> why the row has no vector. Its numbers are zeros.
-        pictures: The pictures of the rows, or None.
-        names: The names of all columns that the source has.
-        notes: Lines for the user about how the source was read.
-    """
-
-    table: pa.Table
-    values: np.ndarray
-    reasons: dict[int, str]
-    pictures: Images | None
-    names: list[str]
-    notes: tuple[str, ...] = ()
-
-
-def _read_parquet(source: str, path: str, options: ReadOptions) -> _Content:
+def _read_parquet(source: str, path: str, options: ReadOptions) -> VectorFile:
     """Read one Parquet file, or all files of a folder.
 
     If a column holds the bytes of images, these are the pictures of the rows. A column
@@ -527,7 +502,8 @@ def _read_parquet(source: str, path: str, options: ReadOptions) -> _Content:
         shards = [shard for shard, _ in lists]
         shown = ParquetImages(shards, pictures.pop(), [file.time for file in files])
     values, reasons = _read_matrix(source, lists)
-    return _Content(table, values, reasons, shown, list(schema.names))
+    columns = dict(zip(table.column_names, table.columns, strict=True))
+    return VectorFile(values, columns, schema.names, reasons=reasons, pictures=shown)
 
 
 _Lists = tuple[ParquetShard, str]

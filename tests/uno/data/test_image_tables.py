@@ -70,14 +70,6 @@ def test_a_comma_inside_a_semicolon_table_is_text(folder):
     assert read(write_table(folder, text)).labels.to_pylist() == ["cat"]
 
 
-def test_the_separator_that_excel_declares_is_used_and_lines_still_count(folder):
-    source = write_table(folder, "sep=;\r\npath;label\r\na.png;cat\r\ngone.png;dog\r\n")
-    rows = read(source)
-    assert rows.labels.to_pylist() == ["cat", "dog"] and rows.images.lines(
-        np.arange(2)
-    ) == [3, 4]
-
-
 def test_a_file_that_ends_in_tsv_is_a_table(folder):
     write_table(folder, csv_text("\t"), "t.tsv")
     assert read(str(folder / "t.tsv")).labels.to_pylist() == ["cat", "dog", None]
