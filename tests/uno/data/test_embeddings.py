@@ -19,7 +19,6 @@ from uno.data import array_files, embeddings, parquet
 from uno.data import files as filesystem
 from uno.data.check import check, format_report
 from uno.data.embeddings import Vectors, given_vectors
-from uno.data.from_python import float_vectors
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.errors import ConfigError
@@ -215,19 +214,15 @@ def test_cells_without_the_package_that_reads_them_name_it(
     assert "pip install h5py" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["v.npy", "v.npz"])
-def test_arrays_are_read_from_a_remote_file_system(name):
+def test_arrays_are_read_from_a_remote_file_system():
     values, content = drawn(6), io.BytesIO()
-    if name == "v.npy":
-        np.save(content, values)
-    else:
-        np.savez_compressed(content, embedding=values, label=np.array(list("aaabbb")))
-    store, path = filesystem.locate(f"mock:///{name}")
+    np.savez_compressed(content, embedding=values, label=np.array(list("aaabbb")))
+    store, path = filesystem.locate("mock:///v.npz")
     with store.open_output_stream(path) as stream:
         stream.write(content.getvalue())
-    rows = rows_of(f"vectors:mock:///{name}")
+    rows = rows_of("vectors:mock:///v.npz")
     assert np.array_equal(rows.images.vectors(np.arange(6))[0][:, 0], values)
-    assert rows.labels.to_pylist()[5] == (None if name == "v.npy" else "b")
+    assert rows.labels.to_pylist() == list("aaabbb")
 
 
 def test_an_npz_file_is_not_in_memory_beside_its_arrays(tmp_path):
@@ -279,9 +274,6 @@ def test_what_holds_no_vectors_is_refused(tmp_path):
         rows_of(stored(tmp_path / "v.parquet", pa.string(), embedding=["x"]))
     with pytest.raises(ConfigError, match="most rows have no vector"):
         rows_of(stored(tmp_path / "v.parquet", embedding=[None, None]))
-    for what in (np.ones(3), np.ones((2, 0)), "text", np.ones((2, 2), bool)):
-        with pytest.raises(ConfigError, match=r"must be numbers \(N, D\)"):
-            float_vectors(what, "X")
 
 
 def test_a_folder_of_files_with_splits_and_other_names(tmp_path):
@@ -299,13 +291,6 @@ def test_a_folder_of_files_with_splits_and_other_names(tmp_path):
         "train-00": True,
         "train-01": True,
     }
-
-
-def test_folders_of_hive_partitioning_are_refused(tmp_path):
-    (tmp_path / "label=cat").mkdir()
-    stored(tmp_path / "label=cat/0.parquet", embedding=list(drawn(2)))
-    with pytest.raises(ConfigError, match="folder label=cat is no column label"):
-        rows_of(f"vectors:{tmp_path}")
 
 
 def test_pictures_and_text_are_shown_not_learnt(tmp_path):

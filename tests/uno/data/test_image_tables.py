@@ -114,24 +114,6 @@ def test_utf_16_without_a_mark_is_refused_by_name(folder):
     assert "UTF-16" in refusal(write_table(folder, csv_text(), encoding="utf-16-le"))
 
 
-def test_columns_of_other_names_are_named_by_path_and_label(folder):
-    source = write_table(folder, csv_text(header=("Filename", "class")))
-    rows = read(source, columns="path=Filename,label=class,id=Filename")
-    assert (
-        rows.labels.to_pylist() == ["cat", "dog", None]
-        and rows.ids.to_pylist() == NAMES
-    )
-    lines = [
-        json.dumps({"Filename": path, "class": name}) for path, name in PATHS_AND_LABELS
-    ]
-    source = write_table(folder, "\n".join(lines), "t.jsonl")
-    assert read(source, columns="path=Filename,label=class").labels.to_pylist() == [
-        "cat",
-        "dog",
-        None,
-    ]
-
-
 def test_path_and_image_are_one_column():
     assert DataConfig(columns="path=file").named_columns == {"image": "file"}
     with pytest.raises(ValueError, match="path and image are the same"):
@@ -216,18 +198,6 @@ def test_an_image_folder_and_an_ending_complete_the_paths(folder):
     assert os.path.basename(rows.images[1]) == "c.PNG"
     with pytest.raises(ValueError, match="image_suffix must begin with a dot"):
         DataConfig(image_suffix="png")
-
-
-def test_what_a_prediction_reads_follows_the_same_rules(folder):
-    (folder / "tables").mkdir()
-    pq.write_table(pa.table({"path": ["b", "c"]}), folder / "tables/t.parquet")
-    config = DataConfig(
-        source=str(folder / "tables"),
-        image_folder=str(folder / "sub"),
-        image_suffix=".png",
-    )
-    images = read_rows(config, images_only=True).images
-    assert images[1] == os.path.realpath(folder / "sub/c.png")
 
 
 @pytest.mark.parametrize(
