@@ -92,31 +92,28 @@ def read_array_file(path: str, options: ReadOptions) -> VectorFile:
             .csv file has another number of rows, or a column that the file itself has,
             too.
     """
-    names = options.columns
-    arrays = read_torch(path) if path.endswith(TORCH) else read_numpy(path)
-    if isinstance(arrays, np.ndarray):
-        values, columns, present = arrays, dict[str, Any](), list[str]()
-    else:
-        name = _name_of_embeddings(path, arrays, names)
-        values, present = arrays[name], [other for other in arrays if other != name]
-        columns = _columns_of_arrays(path, arrays, name, names)
+    content = read_torch(path) if path.endswith(TORCH) else read_numpy(path)
+    arrays = content if isinstance(content, dict) else {"array": content}
+    name = _name_of_embeddings(path, arrays, options.columns)
+    values = arrays[name]
     if values.ndim != 2:
         raise ConfigError(f"{path} must hold numbers (N, D), not {values.shape}")
     float_vectors(values[:1], path)
     if values.dtype != np.float32:
         given_values, values = values, new_array(values.shape)
         values[:] = given_values
+    others = {other: array for other, array in arrays.items() if other != name}
     beside = f"{os.path.splitext(path)[0]}.csv"
     if filesystem.kind(beside) == "file":
-        given = read_csv(beside).columns
-        present += given
-        in_csv = _columns_of_csv(beside, given, len(values), path, names, columns)
-        if (both := sorted(in_csv.keys() & columns.keys())) and both:
+        in_csv = _read_csv_beside(path, beside, len(values))
+        if both := sorted(in_csv.keys() & others.keys()):
             raise ConfigError(
                 f"{path} and {beside} both hold {both[0]}; remove one of them"
             )
-        columns |= in_csv
-    return VectorFile(values, columns, present)
+        others |= in_csv
+    check_names(path, [name, *others], options)
+    columns = _standard_columns(path, others, len(values), options.columns)
+    return VectorFile(values, columns, [*others])
 
 
 def read_numpy(path: str) -> np.ndarray | dict[str, np.ndarray]:
@@ -219,36 +216,36 @@ def _require_small(path: str, num_bytes: int) -> None:
         )
 
 
-def _columns_of_arrays(
+def _standard_columns(
     path: str,
     arrays: Mapping[str, np.ndarray],
-    embeddings: str,
+    num_rows: int,
     names: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return the standard columns that are arrays of the file itself.
+    """Return the standard columns among arrays.
 
     Args:
         path: Path of the file, for the error message.
-        arrays: The arrays of the file by name.
-        embeddings: The name of the array of embeddings.
+        arrays: The arrays by name, without the embeddings.
+        num_rows: The number of rows.
         names: Standard name of a column, such as "label" -> its name there.
 
     Returns:
-        Standard column name -> Arrow array (N,).
+        Standard column name -> Arrow array (num_rows,).
 
     Raises:
         ConfigError: A column does not have a value for each row.
     """
-    columns, length = dict[str, Any](), arrays[embeddings].shape[:1]
+    columns = dict[str, Any]()
     for ours in (*COLUMNS, "image"):
         theirs = names.get(ours, ours)
-        if theirs not in arrays or theirs == embeddings or ours == "embedding":
+        if theirs not in arrays or ours == "embedding":
             continue
         column = arrays[theirs]
-        if column.shape != length:
+        if column.shape != (num_rows,):
             raise ConfigError(
-                f"{path}: array {theirs} has the shape {column.shape}, not {length} as"
-                f" the rows of {embeddings}"
+                f"{path}: array {theirs} has the shape {column.shape}, not"
+                f" {(num_rows,)} as the rows of the embeddings"
             )
         column = column.astype(str) if column.dtype.kind == "S" else column
         try:
@@ -291,56 +288,29 @@ def _name_of_embeddings(
     )
 
 
-def _columns_of_csv(
-    beside: str,
-    given: Mapping[str, list[Any]],
-    num_rows: int,
-    path: str,
-    names: Mapping[str, str],
-    inside: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Return the standard columns of the .csv file beside an array file.
+def _read_csv_beside(path: str, beside: str, num_rows: int) -> dict[str, np.ndarray]:
+    """Read the columns of the .csv file beside an array file.
 
     Args:
-        beside: Path of the .csv file.
-        given: The columns of the .csv file.
-        num_rows: The number of rows of the array file.
         path: The array file, for the error message.
-        names: Standard name of a column, such as "label" -> its name there.
-        inside: The standard columns that are in the array file, which need not be in
-            the .csv file.
+        beside: Path of the .csv file.
+        num_rows: The number of rows of the array file.
 
     Returns:
-        Standard column name -> Arrow array of text (num_rows,).
+        The columns by name, each an array of text and None (num_rows,).
 
     Raises:
-        ConfigError: The .csv file has another number of rows, or lacks a column that
-            ``names`` names.
+        ConfigError: The .csv file cannot be read or has another number of rows.
     """
-    wanted = {
-        ours: theirs
-        for ours, theirs in names.items()
-        if ours != "embedding" and ("path" if ours == "image" else ours) not in inside
-    }
-    check_names(beside, given, ReadOptions(columns=wanted))
-    theirs = {ours: names.get(ours, ours) for ours in COLUMNS}
-    columns = {
-        ours: pa.array(given[c], pa.string())
-        for ours, c in theirs.items()
-        if c in given
-    }
-    if names.get("image", "image") in given:
-        columns["path"] = pa.array(given[names.get("image", "image")], pa.string())
-    if (num_lines := len(next(iter(given.values()), []))) != num_rows:
-        fix = (
-            '; an empty line is no row: write "" for no label'
-            if len(given) == 1
-            else ""
-        )
+    columns = read_csv(beside).columns
+    num_lines = len(next(iter(columns.values()), []))
+    if num_lines != num_rows:
+        fix = '; an empty line is no row: write "" for no label'
         raise ConfigError(
-            f"{beside} has {plural(num_lines, 'row')}, {path} has {num_rows:,}{fix}"
+            f"{beside} has {plural(num_lines, 'row')}, {path} has {num_rows:,}"
+            f"{fix if len(columns) == 1 else ''}"
         )
-    return columns
+    return {name: np.array(column, object) for name, column in columns.items()}
 
 
 def new_array(shape: tuple[int, ...]) -> np.ndarray:

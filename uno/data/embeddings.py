@@ -52,7 +52,6 @@ MANY_NUMBERS = 8  # more columns of floats than this seem to be one vector
 CSV_FIX = "text; save its numbers with np.save(FILE, np.loadtxt(CSV, delimiter=','))"
 LIST = pa.large_list(pa.float32())
 PIECE_ROWS = 2**16  # rows that are looked at or copied at once
-HASHED_ROWS = 2**13  # rows that are hashed at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -602,20 +601,8 @@ def equal_rows(values: Tensor) -> list[list[int]]:
     Returns:
         The row numbers of each group of two or more equal rows, in ascending order.
     """
-    weights = np.random.default_rng(0).integers(
-        2**64, size=values.shape[1], dtype=np.uint64
-    )
-    keys = np.empty(len(values), np.uint64)
-    for start in range(0, len(values), HASHED_ROWS):
-        own = slice(start, start + HASHED_ROWS)
-        bits = values[own].numpy().view(np.uint32)
-        # the low bits of round numbers are zeros, so the high bits are mixed in
-        keys[own] = (bits ^ bits >> 16).astype(np.uint64) @ weights
+    hashes = (hash(row.tobytes()) for row in values.numpy())
+    keys = np.fromiter(hashes, np.int64, len(values))
     order = np.argsort(keys, kind="stable")
-    starts = np.flatnonzero(np.diff(keys[order], prepend=~keys[order[:1]]))
-    counts = np.diff(starts, append=len(keys))
-    several = counts > 1
-    return [
-        order[start : start + count].tolist()
-        for start, count in zip(starts[several], counts[several], strict=True)
-    ]
+    groups = np.split(order, np.flatnonzero(np.diff(keys[order])) + 1)
+    return sorted(group.tolist() for group in groups if len(group) > 1)
