@@ -3,9 +3,7 @@
 docs/contributing/data-situations.md lists each with its source.
 """
 
-import io
 import json
-import tarfile
 
 import numpy as np
 import pyarrow as pa
@@ -214,17 +212,3 @@ def test_a_list_of_files_and_numbers_is_refused_with_the_table_to_write(tmp_path
     write_images(tmp_path, ["a.png"])
     (tmp_path / "list.txt").write_text("a.png 0\n")
     assert "path,label" in refusal(tmp_path / "list.txt")
-
-
-def test_dots_in_folders_of_a_shard_do_not_end_the_key(tmp_path):
-    with tarfile.open(tmp_path / "t.tar", "w") as tar:
-        for row in range(3):
-            for suffix, data in (
-                ("JPG", encoded(pixels(row), "JPEG")),
-                ("cls", b"cat"),
-            ):
-                info = tarfile.TarInfo(f"./train.v1/{row}.{suffix}")
-                info.size = len(data)
-                tar.addfile(info, io.BytesIO(data))
-    rows = read(tmp_path / "t.tar")
-    assert rows.labels.to_pylist() == ["cat"] * 3 and decode(rows.images[2], 8).any()
