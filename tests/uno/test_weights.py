@@ -200,9 +200,7 @@ def timm_encoder(name, **options):
 @pytest.mark.parametrize(
     "name",
     [
-        "vit_small_patch14_reg4_dinov2.lvd142m",
         "vit_small_patch16_dinov3.lvd1689m",
-        "vit_base_patch32_siglip_256.v2_webli",
         "vit_xsmall_patch16_clip_224.tinyclip_yfcc15m",
     ],
 )

@@ -242,13 +242,3 @@ def test_pretraining_takes_labeled_rows_only():
     assert "too few labeled images (1) for 2 workers" in failure(
         make_pretrain_plan, 0, 8, 1, 2
     )
-
-
-@pytest.mark.parametrize("groups", [None, (np.arange(60) // 5, np.arange(60) // 5)])
-def test_a_rank_keeps_its_own_rows_of_an_epoch(groups):
-    """Kills: a view, which keeps those of all ranks."""
-    plan = make_plan(0, "balanced", 12, 60, 60, 3)
-    for rows, size in zip(Order(plan, 1, 3, groups, 7).rows(0), (2, 2), strict=True):
-        while rows.base is not None:
-            rows = rows.base
-        assert rows.size == plan.steps_per_epoch * size

@@ -5,8 +5,7 @@ import pytest
 import safetensors.torch
 import torch
 
-import uno
-from tests.uno.models import tiny_model, write_model
+from tests.uno.models import tiny_model
 from tests.uno.small_run import small_config
 from tests.uno.test_runtime import encoder_of, install_fake
 from uno.config import Config, override
@@ -75,14 +74,6 @@ def test_each_runtime_has_features_of_its_own(tmp_path, batches, capsys, monkeyp
     )
     assert torch.equal(load(config_of(tmp_path)), plain)
     assert torch.equal(load(config_of(tmp_path, "openvino")), found)
-
-
-def test_a_runtime_that_is_installed_is_not_used_unasked(tmp_path, batches):
-    """However many images there are."""
-    load(config_of(tmp_path))
-    write_model(tmp_path / "run")
-    uno.load(tmp_path / "run").predict(read_digits().images.items[:40])
-    assert not batches
 
 
 def test_predictions_by_a_runtime_are_those_of_pytorch(tmp_path, batches):
