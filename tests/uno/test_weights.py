@@ -309,7 +309,7 @@ def test_an_encoder_that_takes_other_images_is_one_line():
         model__encoder=f"{TOYS}:vit", augment__large__size=12, data__stored_size=12
     )
     with pytest.raises(
-        ConfigError, match=r"^model\.encoder .*:vit does not accept 12 px \(--augment"
+        ConfigError, match=r"^model\.encoder .*:vit does not accept images of 12 px"
     ):
         check_encoder(wrong)
 

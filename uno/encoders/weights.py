@@ -23,6 +23,7 @@ from uno.encoders.build import (
     check_name,
     describe_timm,
     is_own_code,
+    run_on_black_image,
 )
 from uno.errors import ConfigError, StorageError, one_line
 from uno.steps import with_prefix
@@ -167,7 +168,7 @@ def check_encoder(config: Config, tensors: Mapping[str, Tensor] | None = None) -
         ConfigError: The encoder cannot be built, does not accept such images, or
             ``tensors`` are not its weights.
     """
-    encoder, name = build_encoder(config.model).eval(), config.model.encoder
+    encoder = build_encoder(config.model).eval()
     if tensors is not None:
         load_encoder_(encoder, tensors, str(config.model.weights))
     kinds = (
@@ -177,14 +178,7 @@ def check_encoder(config: Config, tensors: Mapping[str, Tensor] | None = None) -
         {kind.size for kind in kinds}
         | {min(config.augment.large.size, config.data.stored_size)}
     ):
-        try:
-            with torch.no_grad():
-                encoder(torch.zeros(1, 3, side, side))
-        except (RuntimeError, AssertionError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"model.encoder {name} does not accept {side} px (--augment.large.size"
-                f" and --data.stored-size): {one_line(error)[:120]}"
-            ) from None
+        run_on_black_image(config.model.encoder, encoder, side)
 
 
 def is_file(source: str | None) -> bool:
