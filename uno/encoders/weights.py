@@ -97,8 +97,8 @@ def describe_encoder(name: str) -> Description:
     return _describe_cfg(describe_timm(model_name)[1])
 
 
-def _describe_torchvision(model_name: str) -> Description:
-    """Return torchvision's description of an encoder and its default weights.
+def _torchvision_weights(model_name: str) -> Any:
+    """Return the entry of torchvision's table of weights for an encoder's default ones.
 
     Raises:
         ConfigError: There is no such encoder.
@@ -106,7 +106,16 @@ def _describe_torchvision(model_name: str) -> Description:
     check_name("torchvision", model_name)
     from torchvision.models import get_model_weights
 
-    weights: Any = get_model_weights(model_name).DEFAULT
+    return get_model_weights(model_name).DEFAULT
+
+
+def _describe_torchvision(model_name: str) -> Description:
+    """Return torchvision's description of an encoder and its default weights.
+
+    Raises:
+        ConfigError: There is no such encoder.
+    """
+    weights = _torchvision_weights(model_name)
     transforms = weights.transforms()
     size = int(transforms.crop_size[0])
     return Description(
@@ -359,11 +368,7 @@ def _fetch_torchvision(name: str) -> dict[str, Tensor]:
     Raises:
         ConfigError: There is no such encoder, or its weights cannot be downloaded.
     """
-    model_name = name.removeprefix("torchvision:")
-    check_name("torchvision", model_name)
-    from torchvision.models import get_model_weights
-
-    weights: Any = get_model_weights(model_name).DEFAULT
+    weights = _torchvision_weights(name.removeprefix("torchvision:"))
     try:
         return weights.get_state_dict(
             progress=False, check_hash=True, map_location="cpu", weights_only=True

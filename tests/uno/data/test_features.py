@@ -15,14 +15,12 @@ import pyarrow.fs
 import pyarrow.parquet as pq
 import pytest
 import torch
-from PIL import ImageFile
 from torch import nn
 
 from tests.uno.small_run import small_config
 from uno.augment import augment, augment_crops, eval_view
 from uno.config import override
 from uno.crops import Cropper
-from uno.data import decode as decode_module
 from uno.data import features
 from uno.data import files as filesystem
 from uno.data.columns import find_rows
@@ -167,30 +165,6 @@ def test_features_equal_a_loop_over_rows_and_views(tmp_path, crop, side):
                 found[row, 1 + v : 2 + v], encoder(view), rtol=1e-4, atol=1e-5
             )
         assert len(torch.unique(found[row], dim=0)) == 4
-
-
-@pytest.mark.parametrize("crop", ["pad", "resized"])
-def test_a_training_image_is_read_and_decoded_once(tmp_path, monkeypatch, crop):
-    """The square and the crops of the random views are cut from the same pixels."""
-    files = []
-    for number in range(40):
-        path = tmp_path / f"{number}.png"
-        path.write_bytes(encoded(pixels(number, 12, 11)))
-        files.append(str(path))
-    read, load = decode_module.read_bytes, ImageFile.ImageFile.load
-    reads = Mock(side_effect=read)
-    loaded = []
-    monkeypatch.setattr(decode_module, "read_bytes", reads)
-    monkeypatch.setattr(
-        ImageFile.ImageFile,
-        "load",
-        # an image whose pixels are decoded has no tiles left
-        lambda self: (loaded.append(self) if self.tile else None, load(self))[1],
-    )
-    job = job_of(config_of(augment__large__crop=crop), files)
-    _, reasons = kept(tmp_path / "cache", job)
-    assert not any(reasons) and len(loaded) == 40
-    assert sorted(call.args[0] for call in reads.call_args_list) == sorted(files)
 
 
 def test_without_random_views_it_is_the_evaluation_view_alone(tmp_path, monkeypatch):
