@@ -338,6 +338,7 @@ def test_classes_from_first_look_to_predictions(run, capsys):
     uno("classes", run, "--apply")  # nothing was edited
     assert table_of(run).to_pandas().equals(before)
 
+    uno("export", run, "--format", "csv")
     edit(run, c5={"name": "sevens"})
     uno("classes", run)
     assert "is valid" in capsys.readouterr().out
@@ -346,6 +347,9 @@ def test_classes_from_first_look_to_predictions(run, capsys):
     after = table_of(run).to_pandas()
     assert after["class_name"].equals(before["class_name"].replace("novel-1", "sevens"))
     assert after.drop(columns="class_name").equals(before.drop(columns="class_name"))
+    with (run / "predictions.csv").open(encoding="utf-8-sig") as file:
+        names = [row["class_name"] for row in csv.DictReader(file)]
+    assert names == after["class_name"].tolist()
 
     edit(
         run,
