@@ -25,7 +25,6 @@ import pytest
 from uno.config import DataConfig
 from uno.data.decode import decode_many
 from uno.data.embeddings import given_vectors
-from uno.data.images import row_names
 from uno.data.rows import Rows
 from uno.data.sources import read_rows
 from uno.errors import ConfigError
@@ -357,7 +356,7 @@ def is_right(rows: Rows, expected: Right) -> bool:
     vectors = rows.images.vectors(np.arange(len(rows)))
     reasons = decode_many(rows.images, 8)[1] if vectors is None else vectors[1]
     bad = rows.image_sample.reasons
-    names = row_names(rows.ids, rows.images, [*bad])
+    names = map(rows.name_of, bad)
     said = " ".join([*rows.warnings, *names, *bad.values()])
     return (
         Counter(rows.labels.to_pylist()) == Counter(expected.labels)
