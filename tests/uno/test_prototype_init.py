@@ -1,6 +1,5 @@
 """Clusters that discovery starts from, against data whose classes are known."""
 
-from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +12,6 @@ from torch.nn.functional import normalize
 from tests.uno.data.builders import encoded
 from tests.uno.small_run import small_config, small_sets
 from uno import distributed
-from uno.clustering import initialization as prototype_init
 from uno.clustering.initialization import (
     cluster_features,
     compare_known_shares,
@@ -30,7 +28,6 @@ from uno.data.memory import TrainSet
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.data.stream import streaming_set
-from uno.errors import ConfigError
 from uno.model import build_network
 from uno.results.metrics import cluster_accuracy, confusion, purity
 
@@ -89,17 +86,6 @@ def test_a_novel_pile_has_novel_clusters_alone():
     )
     unit = normalize(points[rest], dim=1)
     assert torch.equal((unit @ start.centers.T).argmax(dim=1), start.assignment)
-
-
-def test_a_seed_says_it_all_and_permuted_rows_change_nothing():
-    """Kills: global randomness; clusters by the position of rows."""
-    points, truth, labeled = blobs(noise=0.6)
-    given = points[labeled], truth[labeled], 4, "gcd", 3
-    first = cluster_features(points[~labeled], *given)
-    torch.manual_seed(5)
-    np.random.seed(5)
-    second = cluster_features(points[~labeled], *given)
-    assert all(map(torch.equal, first, second))
 
 
 def test_a_start_from_the_free_rows_beats_centers_drawn_one_by_one():
@@ -219,26 +205,6 @@ def test_row_groups_are_read_once_by_one_worker(packed, tmp_path, monkeypatch, w
         assert 80 < len(sample.labeled) <= 100 >= len(sample.unlabeled) > 80
         together = torch.cat([sample.labeled, sample.unlabeled])
         assert torch.equal(sum(part[number] for part in parts), together)
-
-
-def test_workers_read_about_as_many_resident_rows(monkeypatch):
-    """Of 200 that are fewer than an evaluation batch. Kills: one worker that reads for
-    all, a row that nobody reads or two do.
-    """
-    config, (train, _) = small_config(), small_sets()
-    model = build_network(config, 5, 5, 0).eval()
-    num_rows = [0, 0, 0]
-    for rank in range(3):
-
-        def noted(model, images, config, rank=rank):
-            num_rows[rank] += len(images)
-            return torch.zeros(len(images), model.encoder.num_features)
-
-        monkeypatch.setattr(prototype_init, "features_of", noted)
-        monkeypatch.setattr(distributed, "rank_and_world", lambda rank=rank: (rank, 3))
-        with suppress(ConfigError):  # as nobody adds up what the others have read
-            training_features(config, model, train)
-    assert sum(num_rows) == 200 and max(num_rows) - min(num_rows) <= 32
 
 
 def features_by_all_of(monkeypatch, config, models, train):
