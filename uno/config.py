@@ -232,7 +232,7 @@ class DataConfig(Section):
     value_range: Range | None = field(
         None,
         "Stored values that become black and white in gray images of more than 8 bits;"
-        " default: what the files declare, or percentiles of a sample.",
+        " default: percentiles of a sample.",
     )
     batch_sampling: Literal["proportional", "balanced"] = field(
         "proportional",
@@ -816,7 +816,7 @@ class ComputeConfig(Section):
         "Record UNO's training steps once and replay them as a CUDA graph: less work"
         " for the host; one worker.",
     )
-    encoder_runtime: Literal["torch", "openvino", "onnx"] = field(
+    encoder_runtime: Literal["torch", "openvino"] = field(
         "torch",
         "What computes frozen features and predictions on CPUs.",
         commands="predict",

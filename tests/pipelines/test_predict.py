@@ -9,7 +9,6 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -29,6 +28,7 @@ from uno.config import Config, override
 from uno.data.files import Storage
 from uno.data.images import InMemory
 from uno.data.sources import read_digits
+from uno.errors import Interrupted
 from uno.presets import preset
 from uno.results.infer import decoder, load_classifier, read_model_files, sample_logits
 from uno.results.predictions import FOLDER, read_columns
@@ -128,24 +128,20 @@ def test_overwritten_images_are_predicted_again(run, tmp_path, caplog, kind):
 
 def test_workers_of_a_cluster_look_at_samples(run, monkeypatch, caplog):
     """The rows keep their order. This machine computes if nodes are lost, or if only it
-    has the files. Actors and tasks are called in this process.
+    has the files. Tasks are called in this process.
     """
 
-    class LostError(Exception):
-        pass
+    def run_here(ray, workers, request, function, shared, items):
+        return [(i, function(*shared, item)) for i, item in enumerate(items)]
 
-    def mapped(ray, config, blocks, decode, model, loaded, *sizes):
-        actor = model("cpu", 1, *loaded)
-        return [actor(decode(block)) for block in blocks]
+    def lose(*_):
+        raise Interrupted("tasks keep dying")
 
-    def lost(*_):
-        raise LostError
-
-    errors = SimpleNamespace(RayError=LostError)
-    ray = SimpleNamespace(exceptions=errors, put=lambda x: x, get=lambda x: x)
-    monkeypatch.setitem(sys.modules, "ray", ray)
-    monkeypatch.setattr(ray_env, "connect", lambda: nullcontext(ray))
-    monkeypatch.setattr(predict, "map_through_model", mapped)
+    request = {"num_cpus": 1, "num_gpus": 0}
+    monkeypatch.setattr(ray_env, "connect", nullcontext)
+    monkeypatch.setattr(predict, "wait_for_task", lambda *_: request)
+    monkeypatch.setattr(predict, "threads_of_actor", lambda *_: 1)
+    monkeypatch.setattr(predict, "run_tasks", run_here)
     monkeypatch.setattr(ray_env, "cluster_address", lambda: "a cluster")
     storage, rows, numbers = Storage(str(run)), read_digits(), np.arange(1796, 1000, -1)
     model, workers = load_classifier(storage), backend.RayBackend()
@@ -162,7 +158,7 @@ def test_workers_of_a_cluster_look_at_samples(run, monkeypatch, caplog):
     files, images = read_model_files(storage), InMemory(["/no/such.png"])
     how = config, files, images, lambda batches: (len(batches), "here")
     assert predict.encode_on_ray(*how, [np.arange(1)]) == (1, "here")
-    monkeypatch.setattr(predict, "map_through_model", lost)
+    monkeypatch.setattr(predict, "run_tasks", lose)
     assert predict.encode_on_ray(*how, [np.arange(1)] * 2) == (2, "here")
     assert caplog.text.count("this machine computes") == 2
 
@@ -324,11 +320,6 @@ def test_a_run_whose_data_is_gone_still_predicts(tmp_path, capsys):
     write_model(tmp_path / "run", aligned=False, data__source="folder:/gone")
     uno("predict", tmp_path / "run", "--data", "digits", "--output", tmp_path / "out")
     assert table_of(tmp_path / "out")["head_agreement"].null_count == 1797
-    uno("classes", tmp_path / "run")
-    assert (
-        "no suggestions" in capsys.readouterr().out
-        and (tmp_path / "run" / "classes.yaml").exists()
-    )
 
 
 def edit(run: Path, **changes) -> None:
@@ -344,10 +335,10 @@ def test_classes_from_first_look_to_predictions(run, capsys):
     uno("predict", run)
     before = table_of(run).to_pandas()
     uno("classes", run)
-    assert "nearest known" in (run / "classes.yaml").read_text()
     uno("classes", run, "--apply")  # nothing was edited
     assert table_of(run).to_pandas().equals(before)
 
+    uno("export", run, "--format", "csv")
     edit(run, c5={"name": "sevens"})
     uno("classes", run)
     assert "is valid" in capsys.readouterr().out
@@ -356,6 +347,9 @@ def test_classes_from_first_look_to_predictions(run, capsys):
     after = table_of(run).to_pandas()
     assert after["class_name"].equals(before["class_name"].replace("novel-1", "sevens"))
     assert after.drop(columns="class_name").equals(before.drop(columns="class_name"))
+    with (run / "predictions.csv").open(encoding="utf-8-sig") as file:
+        names = [row["class_name"] for row in csv.DictReader(file)]
+    assert names == after["class_name"].tolist()
 
     edit(
         run,
