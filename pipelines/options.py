@@ -150,9 +150,7 @@ def switch(sentence: str) -> Argument:
     return Argument(sentence, bool, False)
 
 
-DRY_RUN = {
-    "--dry-run": switch("Check the data, take one step, print the plan and stop.")
-}
+DRY_RUN = {"--dry-run": switch("Check the data, print the plan and stop.")}
 RUN = {"RUN": Argument("The run directory, a path or a URI.")}
 SIZE_FLAG = {
     "--image-size": Argument(

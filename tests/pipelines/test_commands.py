@@ -364,27 +364,9 @@ def test_a_missing_device_or_weights_are_named_before_data_is_read(
         assert "model.weights: " in refused(capsys, 2, *DISCOVER, "--weights", file)
 
 
-def test_a_dry_run_names_no_file_that_it_deletes(finished, tmp_path, capsys):
-    """Kills: bad_samples.jsonl in a folder that is gone; pretraining in the plan of
-    a run with weights.
-    """
-    source = write_images(tmp_path / "in", {f"class {i}": 15 for i in range(10)})
-    (source / "class 0" / "broken.png").write_bytes(b"no image")
-    words = [
-        "--data",
-        f"folder:{source}",
-        "--known-classes",
-        "first:5",
-        "--data.loading",
-        "memory",
-    ]
-    assert cli.main([*DISCOVER, *words, "--dry-run"]) == 0
-    said = "".join(capsys.readouterr())
-    assert (
-        "1 unreadable image left out; the first: class 0/broken.png" in said
-        and "jsonl" not in said
-    )
-    assert "\npretrain: " in said
+def test_weights_replace_pretraining_in_the_plan_of_a_dry_run(finished, capsys):
+    assert cli.main([*DISCOVER, "--dry-run"]) == 0
+    assert "\npretrain: " in "".join(capsys.readouterr())
     assert cli.main([*DISCOVER, "--weights", str(finished), "--dry-run"]) == 0
     said = "".join(capsys.readouterr())
     assert "\npretrain: " not in said and "\ndiscover: " in said
