@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from pipelines import cli, ray_env
 from tests.pipelines.small import (
@@ -28,7 +28,6 @@ from tests.pipelines.small import (
     signal_at,
     write_images,
 )
-from uno import objective
 from uno.config import field_names
 from uno.data import memory
 from uno.data.files import Storage
@@ -327,21 +326,6 @@ def test_a_run_of_gpu_workers_is_evaluated_and_reported_without_a_gpu(
     assert cli.main(["report", str(run)]) == 0
 
 
-def test_data_check_refuses_an_encoder_that_the_method_would_refuse(capsys):
-    narrow = ("--method", "dtc", "--model.width", "4", "--model.stages", "2")
-    more = ("--known-classes", "first:1")  # nine of ten digits are new
-    line = refused(capsys, 2, "data", "check", *SMALL, *narrow, *more)
-    assert "method dtc" in line and "only 8" in line
-
-
-def test_data_check_refuses_the_weights_that_a_run_would_refuse(tmp_path, capsys):
-    other = tmp_path / "other.safetensors"
-    save_file({"conv1.weight": torch.zeros(1)}, other)
-    for file in (tmp_path / "missing.safetensors", other):
-        line = refused(capsys, 2, "data", "check", *SMALL, "--weights", file)
-        assert str(file) in line
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_missing_device_or_weights_are_named_before_data_is_read(
     finished, tmp_path, capsys, monkeypatch
@@ -362,32 +346,6 @@ def test_a_missing_device_or_weights_are_named_before_data_is_read(
         "/no/such/run",
     ):
         assert "model.weights: " in refused(capsys, 2, *DISCOVER, "--weights", file)
-
-
-def test_a_dry_run_names_no_file_that_it_deletes(finished, tmp_path, capsys):
-    """Kills: bad_samples.jsonl in a folder that is gone; pretraining in the plan of
-    a run with weights.
-    """
-    source = write_images(tmp_path / "in", {f"class {i}": 15 for i in range(10)})
-    (source / "class 0" / "broken.png").write_bytes(b"no image")
-    words = [
-        "--data",
-        f"folder:{source}",
-        "--known-classes",
-        "first:5",
-        "--data.loading",
-        "memory",
-    ]
-    assert cli.main([*DISCOVER, *words, "--dry-run"]) == 0
-    said = "".join(capsys.readouterr())
-    assert (
-        "1 unreadable image left out; the first: class 0/broken.png" in said
-        and "jsonl" not in said
-    )
-    assert "\npretrain: " in said
-    assert cli.main([*DISCOVER, "--weights", str(finished), "--dry-run"]) == 0
-    said = "".join(capsys.readouterr())
-    assert "\npretrain: " not in said and "\ndiscover: " in said
 
 
 @pytest.mark.slow
@@ -684,42 +642,3 @@ def test_num_novel_auto_takes_the_suggested_number(tmp_path, capsys, monkeypatch
     assert cli.main(command) == 0
     assert "nothing is trained again" in capsys.readouterr().out
     assert cli.main([*command, "--dry-run"]) == 2
-
-
-@pytest.mark.release
-def test_a_run_in_this_process_works_under_pdb(tmp_path):
-    """It stops in a step and then reaches its end. Kills: steps in a thread or a
-    process that a debugger does not see, a signal handler that cannot be set under it.
-    """
-    code, output = objective.unified_objective.__code__, tmp_path / "run"
-    first = min(
-        line for *_, line in code.co_lines() if line and line > code.co_firstlineno
-    )
-    asked = [
-        f"break {code.co_filename}:{first}",
-        "continue",
-        "p 'at step', state.step",
-        "clear 1",
-        "continue",
-    ]
-    words = [
-        "-m",
-        "pdb",
-        *(word for each in asked for word in ("-c", each)),
-        "-m",
-        "pipelines",
-        *DISCOVER,
-    ]
-    ended = subprocess.run(
-        [sys.executable, *words, "--max-steps", "2", "--output", str(output)],
-        cwd=ROOT,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        timeout=800,
-    )
-    assert (
-        "('at step', 0)" in ended.stdout
-        and "via sys.exit(). Exit status: 0" in ended.stdout
-    )
-    assert (output / "metrics.json").exists() and (output / "report.html").exists()

@@ -10,19 +10,16 @@ from functools import partial
 
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
 
 from pipelines import cli, commands
 from pipelines.options import parse
 from pipelines.tasks import run_tasks
 from uno.clustering import num_classes
-from uno.config import override
 from uno.data.columns import make_labels
 from uno.data.files import Storage
 from uno.data.sources import read_digits
 from uno.data.splits import make_task
-from uno.encoders.build import build_encoder
 from uno.errors import ConfigError, Interrupted
 from uno.results.estimate import Settings
 from uno.session import backend
@@ -181,46 +178,6 @@ def test_features_of_a_frozen_encoder_are_clustered_as_they_are(
     assert f"estimated new classes: {found.num_novel} (interval" in shown
     monkeypatch.setattr(num_classes, "estimate_num_classes", None)
     assert estimate_classes(options.config, (), settings) == found
-
-
-def test_weights_of_a_library_are_kept_beside_the_estimate(tmp_path, monkeypatch):
-    """Kills: weights that are fetched again, features of an encoder at random; an
-    encoder nobody trained.
-    """
-    words = [
-        *FLAGS,
-        "--model.finetune",
-        "none",
-        "--data.limit",
-        "120",
-        "--compute.cache",
-        str(tmp_path),
-    ]
-    config = parse([*words, "--num-novel", "1"], commands.ESTIMATE).config
-    data = safetensors.torch.save(build_encoder(config.model).state_dict())
-    (tmp_path / "theirs.safetensors").write_bytes(data)
-    monkeypatch.setattr(backend, "fetch_pretrained", lambda name: data)
-    found = []
-    for i, weights in enumerate(
-        ("pretrained", "pretrained", str(tmp_path / "theirs.safetensors"))
-    ):
-        folder = str(tmp_path / str(i // 2))
-        given = {"model.weights": weights, "output": folder, "data.num_novel": None}
-        found.append(
-            estimate_classes(
-                override(config, given),
-                (),
-                replace(SETTINGS, num_splits=1, max_novel=1),
-            )
-        )
-        monkeypatch.setattr(
-            backend, "fetch_pretrained", lambda name: pytest.fail("fetched again")
-        )
-    assert found[0] == found[1] and found[0].curves == found[2].curves
-    with pytest.raises(ConfigError, match="needs --weights"):
-        estimate_classes(
-            override(config, {"output": str(tmp_path / "x")}), (), SETTINGS
-        )
 
 
 def _double(shared, item):

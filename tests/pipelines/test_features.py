@@ -216,20 +216,6 @@ def test_predictions_equal_those_of_the_encoder(finished, tmp_path, capsys):
                 assert value == again[name][key], (name, key)
 
 
-def test_the_model_classifies_files(finished, tmp_path):
-    write_digits(tmp_path / "images", read_digits().images.items[:20])
-    model = uno.load(str(finished))
-    found = model.predict(sorted((tmp_path / "images").iterdir()))
-    table = pq.read_table(finished / "predictions").to_pylist()
-    rows = {row["id"]: row["class_name"] for row in table}
-    pairs = [
-        (rows[i], p.class_name)
-        for i, p in zip(read_digits().ids.to_pylist(), found, strict=False)
-        if i in rows
-    ]
-    assert len(pairs) >= 5 and all(ours == again for ours, again in pairs)
-
-
 @pytest.mark.slow
 def test_evaluate_and_another_seed_compute_no_feature(
     finished, weights, tmp_path, monkeypatch, nothing_computed, capsys
@@ -410,39 +396,6 @@ def test_unreadable_images_of_the_cache_are_listed_by_every_run(
     table = pq.read_table(tmp_path / "other" / "predictions").to_pylist()
     (bad,) = [row for row in table if row["status"] != "ok"]
     assert bad["id"].endswith("emu/7.png") and bad["class_name"] is None
-
-
-def test_data_check_counts_rows_that_are_held_out(tmp_path, capsys):
-    folder = write_images(tmp_path / "images", {"cat": 20, "dog": 10, "emu": 30})
-    argv = [
-        "data",
-        "check",
-        "--data",
-        f"folder:{folder}",
-        "--known-classes",
-        "cat,dog",
-        "--batch-size",
-        "12",
-    ]
-    assert (
-        cli.main(
-            [*argv, "--data.validation-fraction", "0.2", "--data.stored-size", "8"]
-        )
-        == 0
-    )
-    out = capsys.readouterr().out
-    assert "images       60 (48 train, 12 test)" in out
-    words = map(str.split, out.splitlines())
-    counts = {
-        each[0]: list(map(int, each[2:]))
-        for each in words
-        if each[1:2] in (["known"], ["novel"])
-    }
-    assert (
-        counts["cat"] == [16, 0, 4]
-        and counts["dog"] == [8, 0, 2]
-        and counts["emu"] == [0, 24, 6]
-    )
 
 
 def test_what_ray_does_with_chunks_gives_the_same_features(tmp_path, monkeypatch):

@@ -42,11 +42,11 @@ def driver(tmp_path, monkeypatch):
         def send_token(self, group, token):
             tokens.append((group, token))
 
-    def fit(train_loop, loop, scaling, settings):
+    def fit(config, resources, loop):
         wait_for(lambda: not left or not isinstance(left[0], tuple), pause=0.01)
         if not left:
             time.sleep(60)
-        return SimpleNamespace(return_value=left[0])
+        return left[0]
 
     left, tokens, shown, stopped = [], [], [], []
     monkeypatch.setattr(train, "Messages", Script)
@@ -242,26 +242,6 @@ def test_a_head_that_ray_start_has_started_is_found(monkeypatch, tmp_path):
     assert ray_env.cluster_address() is None
     monkeypatch.setattr(os, "environ", {"RAY_TMPDIR": str(tmp_path / "none")})
     assert ray_env.cluster_address() is None
-
-
-def test_a_private_cluster_uses_no_token(monkeypatch):
-    started = []
-    ray = SimpleNamespace(
-        is_initialized=lambda: False, shutdown=lambda: None, exceptions=None
-    )
-    ray.init = lambda **options: started.append(
-        (options["address"], os.environ["RAY_AUTH_MODE"], options)
-    )
-    monkeypatch.setitem(sys.modules, "ray", ray)
-    monkeypatch.setattr(os, "environ", {})
-    for keep_idle in (True, False):
-        with ray_env.connect(keep_idle=keep_idle):
-            pass
-    assert [facts[:2] for facts in started] == [("local", "disabled")] * 2
-    assert [options.get("_system_config") for *_, options in started] == [
-        None,
-        {"num_workers_soft_limit": 0},
-    ]
 
 
 @pytest.mark.parametrize("loading", ["memory", "streaming"])

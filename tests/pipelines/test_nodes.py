@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from unittest.mock import Mock, call
 
 import pytest
-import ray
 
 from pipelines import backend, nodes, pack, tables, workarounds
 from pipelines.nodes import wait_for_resources
@@ -80,19 +79,6 @@ def test_a_wait_for_nodes_ends_by_a_stop_and_by_the_clock(cluster, capsys):
     assert len(groups) == 2
     with pytest.raises(Interrupted, match="resume with the same command"):
         wait_for_resources(config, lambda: True, 60)
-
-
-def test_workers_that_have_not_begun_are_told_of_every_30_s(cluster, capsys):
-    cluster({"CPU": 4.0})
-    lines = nodes.WaitLines(config_of(), {"CPU": 1.0})
-    for _ in range(65):
-        ray.cluster_resources()  # a second later
-        assert lines.tell()
-    there = "the cluster has 4 CPU (1.5 free) on 1 node"
-    said = capsys.readouterr().out.splitlines()
-    assert said == [f"waiting for 2 workers with 1 CPU each; {there}"] * 2
-    lines.end()
-    assert not lines.tell()
 
 
 def test_predictions_and_features_wait_for_nodes_too(monkeypatch):
@@ -227,15 +213,6 @@ def test_shards_that_must_be_here_need_a_cpu_here():
         pack.store_on_ray(ray, config)
     ray.nodes.return_value[0]["Resources"] = {"CPU": 1.0}
     assert pack.store_on_ray(ray, config)
-
-
-def test_features_are_not_waited_for_after_a_stop(monkeypatch):
-    """Kills: a Ctrl-C that is heard after half an hour."""
-    found = map_through_model(
-        None, config_of(), iter([]), None, object, (), 512, 192, give_up=lambda: True
-    )
-    with pytest.raises(Interrupted, match="while waiting for nodes"):
-        next(found)
 
 
 def test_workers_of_one_run_do_not_share_a_gpu():

@@ -439,51 +439,6 @@ def test_into_csv_and_folders(run, tmp_path, capsys):
     assert len(list((tmp_path / "pixels").rglob("*.png"))) == 3
 
 
-def test_classes_named_in_one_step(run, capsys):
-    uno("predict", run)
-    uno("classes", run, "--rename", "5=nine", "novel-2=big cat")
-    assert "applied to the model, predictions" in capsys.readouterr().out
-    assert {"nine", "big cat"} & set(table_of(run)["class_name"].to_pylist())
-    names = [c.name for c in load_classifier(Storage(str(run))).classes]
-    assert names[5:8] == ["nine", "big cat", "novel-3"]
-    uno("classes", run, "--rename", "nine=9")  # by the name it has now
-    assert load_classifier(Storage(str(run))).classes[5].name == "9"
-    before = (run / "classes.yaml").read_bytes()
-    assert "two classes are named '9'" in refused(
-        capsys, 2, "classes", run, "--rename", "6=9"
-    )
-    assert (run / "classes.yaml").read_bytes() == before
-
-
-def test_a_wrong_edit_changes_nothing(run, capsys):
-    uno("classes", run)
-    edit(run, c5={"name": "4"})
-    before = (run / "model" / "classes.json").read_bytes()
-    assert "use action: merge into 4" in refused(capsys, 2, "classes", run, "--apply")
-    assert (run / "model" / "classes.json").read_bytes() == before
-
-
-@pytest.mark.slow
-def test_export_writes_and_says_what(run, tmp_path, capsys):
-    uno("export", run, "--format", "pt2")
-    assert (
-        "checked against the model; images uint8 (B, 3, 8, 8)"
-        in capsys.readouterr().out
-    )
-    assert (run / "model" / "model.pt2").exists()
-    uno(
-        "export",
-        run,
-        "--format",
-        "encoder",
-        "--output",
-        tmp_path / "sub" / "e.safetensors",
-    )
-    assert "conv1.weight" in safetensors.torch.load(
-        (tmp_path / "sub" / "e.safetensors").read_bytes()
-    )
-
-
 def test_predict_run_replaces_what_an_earlier_model_said(run):
     model = load_classifier(Storage(str(run)))
     opened = Run(model.config, Storage(str(run)), LocalBackend())

@@ -25,14 +25,9 @@ from uno.runs import DISCOVER, run
 from uno.session.data import read_task
 
 
-def streamed(options, storage=None) -> SweepData:
+def streamed(options) -> SweepData:
     """What trials see of a streamed set."""
-    data = load_data(
-        options,
-        read_task(options.config.data),
-        None,
-        storage or Storage("mock:///sweep"),
-    )
+    data = load_data(options, read_task(options.config.data), None)
     assert isinstance(data.images, Unread)
     return data
 
