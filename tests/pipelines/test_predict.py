@@ -3,7 +3,6 @@
 import csv
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -420,11 +419,6 @@ def test_into_csv_and_folders(run, tmp_path, capsys):
     ):  # of a killed process
         (out / f"{name}.0a1b2c3d").write_text("half")
     uno(*words)  # goes on
-    assert sorted(out.rglob("*")) == before
-    shutil.rmtree(out / "by_class")
-    (out / "by_class").mkdir()
-    (out / "by_class" / ".made_from.json.0a1b2c3d").write_text("{")
-    uno(*words)  # killed where it began
     assert sorted(out.rglob("*")) == before
     (out / "by_class" / "made_from.json").write_text("{}")
     assert "holds another folder of sorted images" in refused(capsys, 2, *words)
