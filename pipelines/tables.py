@@ -9,7 +9,7 @@ import os
 import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,29 +21,19 @@ from pipelines import nodes, ray_env
 from pipelines.cells import (
     Attempts,
     CellProcess,
-    RayProcess,
-    Start,
+    RunCommand,
     read_attempts,
     run_jobs,
-    start_local,
+    run_local,
+    run_on_ray,
 )
 from pipelines.options import Options
-from uno.config import (
-    ComputeConfig,
-    Config,
-    differing_keys,
-    field_traits,
-    flatten,
-    override,
-    to_dict,
-)
+from uno.config import ComputeConfig, Config, field_traits, override
 from uno.data.check import check
 from uno.data.features import cache_directory
 from uno.data.files import Storage, full_path, normalize_path
-from uno.data.output import list_temporary_files, other_settings_error, read_mapping
 from uno.data.sources import SOURCES, read_rows
 from uno.data.splits import make_task
-from uno.encoders.build import changed_code, code_of
 from uno.encoders.weights import is_file
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
 from uno.presets import is_custom_data
@@ -58,9 +48,9 @@ from uno.reproduce.experiments import (
     cells,
     with_own_data,
 )
-from uno.runs import ENVIRONMENT_FILE, NUMERICS, lock
-from uno.runs.directory import read_config_tree
+from uno.runs import RESULTS_FILE, lock
 from uno.runs.hardware import local_device
+from uno.runs.run import pretraining_config
 from uno.session.configure import expand_output
 from uno.session.console import print_line
 from uno.session.derive import resolve
@@ -79,8 +69,7 @@ class Request(NamedTuple):
         refused: For each row that is left out, its name and the reason.
         output: The directory of all runs.
         changes: Settings that hold for all cells, by dotted key.
-        command: The command line that is printed with the table, without the options
-            ``--output`` and ``--parallel``.
+        command: The command line, which is printed with the table.
     """
 
     args: SimpleNamespace
@@ -145,11 +134,7 @@ def main(options: Options, argv: Sequence[str]) -> int:
         _describe(request, jobs)
         return 0
     run_missing(request, jobs)
-    with lock.lock_run(Storage(str(request.output)), on_wait=print_line) as claim:
-        for name in list_temporary_files(claim.storage):
-            # Only files of a cell's configuration are deleted. A run deletes its own.
-            if name.count("/") == 1:
-                claim.storage.delete(name)
+    with lock_output(request):
         write_tables(request)
     return 0
 
@@ -211,14 +196,8 @@ def read_request(options: Options, argv: Sequence[str]) -> Request:
         )
     changes = ({} if full else {"compute.threads": 1}) | changes
     todo, refused = cells(table, own.seeds or table.seeds, directories, changes)
-    # Each of these options has one value.
-    words, left_out = ["uno", "reproduce"], ("--output", "--parallel")
-    for before, word in zip(["", *argv], argv, strict=False):
-        if before not in left_out and word.partition("=")[0] not in left_out:
-            words.append(word)
-    return Request(
-        own, table, todo, refused, Path(output).absolute(), changes, shlex.join(words)
-    )
+    command = shlex.join(["uno", "reproduce", *argv])
+    return Request(own, table, todo, refused, Path(output).absolute(), changes, command)
 
 
 OWN_DATA = ("preset", "data.source", "data.labeled", "data.unlabeled")
@@ -317,11 +296,11 @@ def _select_parts(
     chosen = {"datasets": list(benchmarks), "rows": list(rows)}
     for option, wanted in (("datasets", args.datasets), ("rows", args.rows)):
         for name in wanted:
-            if name.replace("_", "-") not in chosen[option]:
+            if name not in chosen[option]:
                 raise ConfigError(
                     f"--{option} {name}: choose from {', '.join(chosen[option])}"
                 )
-        chosen[option] = [name.replace("_", "-") for name in wanted] or chosen[option]
+        chosen[option] = wanted or chosen[option]
     sets = [benchmarks[name] for name in chosen["datasets"]]
     if args.scale == "small" and not args.datasets:  # missing data is left out
         sets = [
@@ -348,68 +327,44 @@ def plan(request: Request) -> list[CellProcess]:
     """Return the jobs that produce the missing results, in an order that can be run.
 
     A job is a cell (training run), or what cells start from: a pretraining, or a job
-    that puts the features of a frozen encoder into the cache. It comes before its
-    cells. A cell is left out if it has a result, or if its training diverged in an
-    earlier attempt.
+    that puts the features of a frozen encoder into the cache. These come first. A cell
+    is left out if it has a result, or if its training diverged in an earlier attempt.
 
     Args:
         request: The table with its cells, and the output directory.
 
     Raises:
-        ConfigError: The data has a mistake; or the directory of a cell or pretraining
-            holds a run of other settings, of another version of the user's encoder, or
-            of a version of this program with other numerics.
+        ConfigError: The data has a mistake.
     """
     lacking = {benchmark.key for benchmark in request.lacking}
     _check_data(
         [cell.config for cell in request.cells if cell.benchmark.key not in lacking]
     )
     attempts = read_attempts(request.output)
-    code = {
-        name: code_of(name).get("code")
-        for name in {cell.config.model.encoder for cell in request.cells}
-    }
-    jobs: dict[str, CellProcess] = {}
+    starts, jobs = dict[str, CellProcess](), list[CellProcess]()
     for cell in request.cells:
-        run, shared = request.output / cell.name, request.output / cell.pretraining
-        frozen = cell.config.model.finetune == "none"
-        config = (
-            cell.config
-            if frozen
-            else override(cell.config, {"model.weights": str(shared)})
-        )
-        for directory in (run, shared):
-            _check_numerics(directory)
-        _check_stored(run, config, code[config.model.encoder])
         diverged = attempts.get(cell.name, Attempts()).code == NumericsError.exit_code
-        if diverged or (run / "metrics.json").exists():
+        if diverged or (request.output / cell.name / RESULTS_FILE).exists():
             continue
-        if frozen:
-            # Cells wait for this job, so that it may use the threads of all parallel
-            # cells.
-            threads = request.compute.threads
-            every = threads and threads * (
-                request.args.parallel or _default_parallel(request.compute)
+        start, config = request.output / cell.start, cell.config
+        if cell.is_frozen:
+            # Cells wait for this job, so that it may use all cores.
+            starts[cell.start] = CellProcess(
+                cell.start,
+                override(config, {"compute.threads": None}),
+                f"{cell.benchmark.key} features",
             )
-            config_of_all = override(cell.config, {"compute.threads": every})
-            label = f"{cell.benchmark.key} features"
-            jobs.setdefault(
-                cell.pretraining, CellProcess(cell.pretraining, config_of_all, label)
-            )
-        elif (
-            not shared.exists()
-            or attempts.get(cell.pretraining, Attempts(code=1)).code != 0
-        ):
-            label = f"{cell.benchmark.key} pretraining seed {cell.seed}"
-            jobs.setdefault(
-                cell.pretraining,
-                CellProcess(
-                    cell.pretraining, _config_to_resume(shared, cell.config), label
-                ),
-            )
+        else:
+            config = override(config, {"model.weights": str(start)})
+            if attempts.get(cell.start, Attempts(code=1)).code or not start.exists():
+                starts[cell.start] = CellProcess(
+                    cell.start,
+                    pretraining_config(cell.config),
+                    f"{cell.benchmark.key} pretraining seed {cell.seed}",
+                )
         label = f"{cell.benchmark.key} {cell.row.key} seed {cell.seed}"
-        jobs[cell.name] = CellProcess(cell.name, config, label, cell.pretraining)
-    return list(jobs.values())
+        jobs.append(CellProcess(cell.name, config, label, cell.start))
+    return [*starts.values(), *jobs]
 
 
 def _check_data(configs: Sequence[Config]) -> None:
@@ -433,86 +388,6 @@ def _check_data(configs: Sequence[Config]) -> None:
         for problem in check(make_task(read_rows(data), data), config):
             if problem.level == "error":
                 raise ConfigError(f"{data.source}: {problem.message}")
-
-
-def _check_stored(run: Path, config: Config, code: dict[str, str] | None) -> None:
-    """Check that a run in a directory has the settings that this command would use.
-
-    A directory without a configuration is accepted. Weights that the encoder starts
-    from may differ unless it is frozen, and a number of novel classes that is estimated
-    may differ.
-
-    Args:
-        run: The directory of the run.
-        config: The configuration that this command would use.
-        code: The hash of each source file of the user's own encoder, see
-            :func:`uno.encoders.build.code_of`; None for an encoder of another kind.
-
-    Raises:
-        ConfigError: The run has other settings, or its encoder has other code.
-    """
-    if (run / "config.yaml").exists():
-        facts = read_mapping(Storage(str(run)), ENVIRONMENT_FILE) or {}
-        if changed := changed_code(
-            config.model.encoder, facts.get("encoder_code"), code
-        ):
-            raise ConfigError(f"{run}: {changed}; use another --output")
-        # Fields that the stored run lacks get their default.
-        stored = override(Config(), read_config_tree(Storage(str(run))))
-        free = {
-            *["model.weights"] * (config.model.finetune != "none"),
-            *(["data.num_novel"] if config.data.num_novel == "auto" else []),
-        }
-        if keys := [
-            key for key in differing_keys(to_dict(stored), config) if key not in free
-        ]:
-            raise other_settings_error(str(run), "a cell", keys, "use another --output")
-
-
-def _check_numerics(run: Path) -> None:
-    """Check that the results of a run can be compared with those of this version.
-
-    The environment file of a run has a number for the way in which it was computed, its
-    numerics. It changes if a new version of this program gives other results.
-
-    Args:
-        run: The directory of the run. One without a run is accepted.
-
-    Raises:
-        ConfigError: The run was made with other numerics (see ``CHANGELOG.md``), so its
-            results may differ.
-    """
-    facts = read_mapping(Storage(str(run)), ENVIRONMENT_FILE) or {}
-    numerics = facts.get("numerics", NUMERICS)
-    if numerics != NUMERICS:
-        raise ConfigError(
-            f"{run} was made with numerics {numerics}, and this version has {NUMERICS}:"
-            " its results may differ; use another --output"
-        )
-
-
-def _config_to_resume(run: Path, config: Config) -> Config:
-    """Return the configuration with which an unfinished pretraining can be resumed.
-
-    Cells of several methods share a pretraining. It was begun with the discovery
-    settings of the cell that was the first one to need it at that time, and it resumes
-    only with these. They are read from the directory.
-
-    Args:
-        run: The directory of the pretraining, which need not exist.
-        config: The configuration of the cell that is the first one to need it now. It
-            is returned if the directory has no configuration.
-    """
-    if not (run / "config.yaml").exists():
-        return config
-    tree = read_config_tree(Storage(str(run)))
-    stored = flatten(tree)
-    other = [
-        key
-        for key in differing_keys(tree, config)
-        if key in stored and field_traits(key).scope == "discover"
-    ]
-    return override(config, {key: stored[key] for key in other})
 
 
 def _describe(request: Request, jobs: Sequence[CellProcess]) -> None:
@@ -578,10 +453,7 @@ def run_missing(request: Request, jobs: Sequence[CellProcess]) -> None:
         print_line(f"{request.output}: every cell has a result; nothing is run again")
         return
     since = time.monotonic()
-    with (
-        cell_runner(request) as (start, capacity),
-        lock.lock_run(Storage(str(request.output)), on_wait=print_line),
-    ):
+    with cell_runner(request) as (run, capacity), lock_output(request):
         for folder in {job.name.partition("/")[0] for job in jobs}:
             (request.output / folder).mkdir(parents=True, exist_ok=True)
         print_line(
@@ -589,7 +461,7 @@ def run_missing(request: Request, jobs: Sequence[CellProcess]) -> None:
             f" {request.output}/cells"
         )
         for done, (job, attempt) in enumerate(
-            run_jobs(jobs, request.output, start, capacity), 1
+            run_jobs(jobs, request.output, run, capacity), 1
         ):
             how = (
                 "done"
@@ -604,8 +476,17 @@ def run_missing(request: Request, jobs: Sequence[CellProcess]) -> None:
             )
 
 
+def lock_output(request: Request) -> AbstractContextManager[lock.RunLock]:
+    """Lock the output directory inside a block, so that one command writes there.
+
+    Args:
+        request: Names the directory.
+    """
+    return lock.lock_run(Storage(str(request.output)), on_wait=print_line)
+
+
 @contextmanager
-def cell_runner(request: Request) -> Iterator[tuple[Start, int]]:
+def cell_runner(request: Request) -> Iterator[tuple[RunCommand, int]]:
     """Choose whether cells run as processes on this machine or in tasks of Ray.
 
     ``--runner`` says so. ``auto`` means tasks of Ray if a cluster runs already, or if
@@ -617,8 +498,7 @@ def cell_runner(request: Request) -> Iterator[tuple[Start, int]]:
         request: The table with its cells, and the options of the command line.
 
     Yields:
-        A function that starts a process, which takes the words of a command and a log
-        file; and the number of processes that run at a time.
+        A function that runs a command; and the number of processes that run at a time.
 
     Raises:
         ConfigError: This machine lacks the device that cells need, or the cluster has
@@ -633,14 +513,14 @@ def cell_runner(request: Request) -> Iterator[tuple[Start, int]]:
     )
     if not wants_ray or compute.num_workers:  # such cells start Ray themselves
         local_device(Config(compute=compute))
-        yield start_local, parallel or _default_parallel(compute)
+        yield run_local, parallel or _default_parallel(compute)
         return
     with ray_env.connect() as ray:
         config = Config(compute=compute)
         fits, resources = nodes.once_one_fits(
             config, lambda: cells_at_once(config, ray.cluster_resources())
         )
-        yield partial(RayProcess, ray, resources), min(fits, parallel or fits)
+        yield partial(run_on_ray, ray, resources), min(fits, parallel or fits)
 
 
 def cells_at_once(

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from uno.data import files
 from uno.session.console import in_main_thread
 
 # assertions are rewritten once, not in every process and run: 5 s each
@@ -57,6 +58,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import LoadFileScheduling
 
     return LoadFileScheduling(config, log)
+
+
+@pytest.fixture(autouse=True)
+def no_connections_of_other_tests() -> None:
+    """No test sees what another one has stored in pyarrow's file system in memory."""
+    files._connect.cache_clear()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,9 +1,7 @@
 """Annotation tools: their libraries read our exports, and we read what they export."""
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -63,28 +61,17 @@ def test_label_studio_accepts_our_project_and_we_read_its_exports(predicted, tmp
         assert read_label_file(str(found)).classes == expected, kind
 
 
-def samples_of_fiftyone(importer: Iterable[Any]) -> list[Any]:
-    """Samples as ``Dataset.from_dir`` makes them, which no database has to hold."""
-    import fiftyone as fo
-
-    with importer:  # type: ignore[attr-defined]
-        return [
-            fo.Sample(filepath=path, ground_truth=label) for path, _, label in importer
-        ]
-
-
-def test_fiftyone_reads_our_predictions_and_we_read_its_corrections(
+def test_a_dataset_of_fiftyone_holds_our_predictions_and_we_read_its_corrections(
     predicted, tmp_path
 ):
     import fiftyone as fo
-    from fiftyone.utils.data import exporters, importers
 
-    folder = export(predicted, "fiftyone") / "fiftyone"
-    samples = samples_of_fiftyone(
-        importers.FiftyOneImageClassificationDatasetImporter(
-            dataset_dir=str(folder), data_path="data.json"
-        )
+    dataset = fo.Dataset.from_dir(
+        str(export(predicted, "fiftyone") / "fiftyone"),
+        dataset_type=fo.types.FiftyOneImageClassificationDataset,
+        data_path="data.json",
     )
+    samples = list(dataset)
     paths = [str(predicted / "images" / name) for name in NAMES]
     assert [sample.filepath for sample in samples] == paths
     labels = [sample.ground_truth for sample in samples]
@@ -93,14 +80,14 @@ def test_fiftyone_reads_our_predictions_and_we_read_its_corrections(
     confirmed = labels[1].label
     labels[0].label = "owl"
     samples[1].tags.append("confirmed")
-    samples[2]["ground_truth"] = fo.Classification(label="jay")
-    exporter = exporters.LegacyFiftyOneDatasetExporter(
-        str(tmp_path / "out"), export_media=False
-    )
-    exporter.setup()
+    samples[2].ground_truth = fo.Classification(label="jay")
     for sample in samples:
-        exporter.export_sample(sample)
-    exporter.close()
+        sample.save()
+    dataset.export(
+        str(tmp_path / "out"),
+        dataset_type=fo.types.FiftyOneDataset,
+        export_media=False,
+    )
     given = read_label_file(str(tmp_path / "out" / "samples.json"))
     assert given.classes == {NAMES[0]: "owl", NAMES[1]: confirmed, paths[2]: "jay"}
 

@@ -109,7 +109,7 @@ def test_command(tmp_path, capsys, monkeypatch):
         "extra classes can be merged later" in shown
         and f"--num-novel {found['suggested']}" in shown
     )
-    assert "  <- estimate" in shown and " F1 " in shown
+    assert "  <- estimate" in shown and "     F1" in shown
     assert (
         cli.run_guarded(commands.estimate, [*FLAGS, "--dry-run", "--output", "other"])
         == 0

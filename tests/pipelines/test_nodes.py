@@ -138,10 +138,10 @@ def reproduce(ray, config, monkeypatch):
     own = SimpleNamespace(runner="ray", parallel=None)
     compute = config.compute.model_copy(update={"num_workers": 0})
     with tables.cell_runner(SimpleNamespace(compute=compute, args=own)) as (
-        start,
+        run,
         number,
     ):
-        return start.args[1]["num_gpus"], number
+        return run.args[1]["num_gpus"], number
 
 
 def tune(ray, config, monkeypatch):

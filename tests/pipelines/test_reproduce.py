@@ -3,12 +3,13 @@ it says of failures.
 """
 
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from threading import Thread
 
 import numpy as np
 import pyarrow as pa
@@ -20,10 +21,10 @@ from safetensors.torch import save_file
 from pipelines import cells, cli, reproduce, tables
 from pipelines.cells import (
     CellProcess,
-    RayProcess,
     read_attempts,
     run_jobs,
-    start_local,
+    run_local,
+    run_on_ray,
 )
 from pipelines.commands import DISCOVER
 from pipelines.options import parse
@@ -34,6 +35,7 @@ from uno.data import features
 from uno.data.files import Storage
 from uno.encoders.build import build_encoder
 from uno.errors import ConfigError, Interrupted
+from uno.reproduce import experiments
 from uno.reproduce.experiments import build, names
 from uno.runs import NUMERICS, lock
 from uno.runs.lock import LOCK_FILE
@@ -46,28 +48,23 @@ WITHOUT_GPU = pytest.mark.skipif(
 TINY = [word for word in SMALL if word not in ("--preset", "digits")]
 
 
-class Processes:
-    """Instead of processes: each ends at once with its code of ``codes``; cells
-    leave metrics.
+class Commands:
+    """Stands for the processes: each ends at once with its code of ``codes``.
+
+    Cells that succeed leave metrics.
     """
 
     def __init__(self, codes: dict[str, int] | None = None) -> None:
-        self.codes, self.started, self.running, self.most = codes or {}, [], 0, 0
+        self.codes, self.started = codes or {}, []
 
-    def __call__(self, command: list[str], log: Path):
+    def __call__(self, command: list[str], log: Path, is_stopping) -> int:
         name = f"{log.parent.name}/{log.stem}"
         code = self.codes.get(name, 0)
         self.started.append(name)
-        self.running += 1
-        self.most = max(self.most, self.running)
         log.with_suffix("").mkdir(parents=True, exist_ok=True)
         log.write_text(f"chatter\nuno: error: {name} says why\n" if code else "done\n")
         if code == 0 and name.startswith("cells/"):
             (log.with_suffix("") / "metrics.json").write_text("{}")
-        return SimpleNamespace(poll=lambda: self.end(code), terminate=lambda: None)
-
-    def end(self, code: int) -> int:
-        self.running -= 1
         return code
 
 
@@ -95,14 +92,21 @@ def request_of(tmp_path):
 
 
 def run(request, codes=None):
-    """Run what is missing; the processes, and the attempts by name as the console
-    was told.
+    """Run what is missing; the commands, and the attempts by name as the console was
+    told.
     """
-    processes = Processes(codes)
+    commands = Commands(codes)
     for folder in ("cells", "pretrain"):
         (request.output / folder).mkdir(parents=True, exist_ok=True)
-    ended = run_jobs(tables.plan(request), request.output, processes, 2)
-    return processes, {job.name: attempt for job, attempt in ended}
+    ended = run_jobs(tables.plan(request), request.output, commands, 2)
+    return commands, {job.name: attempt for job, attempt in ended}
+
+
+def name_of(request, row, seed):
+    """The name of a cell, without its folder and hash: ``uno``, 0."""
+    return next(
+        cell.name for cell in request.cells if (cell.row.key, cell.seed) == (row, seed)
+    )
 
 
 @pytest.mark.parametrize(
@@ -157,7 +161,7 @@ def test_mistakes_are_one_line_and_nothing_starts(
 
 def test_what_a_command_line_leads_to(request_of, monkeypatch):
     """Kills: rows without the reference row or the row whose runs they read; as many
-    Ray runs at a time as there are cores; a table that says where it was written.
+    Ray runs at a time as there are cores.
     """
     chosen = request(["rotation", "--rows", "rs-plus-rotation"]).table.rows
     assert {row.key for row in chosen} == {"uno", "rs-plus", "rs-plus-rotation"}
@@ -165,17 +169,7 @@ def test_what_a_command_line_leads_to(request_of, monkeypatch):
     assert tables._default_parallel(request_of("--device", "cpu").compute) == (
         available_cpus()
     )
-    words = [
-        "ablation",
-        "--output",
-        "x",
-        "--seeds",
-        "3",
-        "--parallel",
-        "1",
-        "--recipe",
-        "v2",
-    ]
+    words = ["ablation", "--seeds", "3", "--recipe", "v2"]
     assert request(words).command == "uno reproduce ablation --seeds 3 --recipe v2"
     monkeypatch.setenv(RAY_JOB, "{}")
     with pytest.raises(
@@ -184,42 +178,21 @@ def test_what_a_command_line_leads_to(request_of, monkeypatch):
         request(["ablation"])
 
 
-def test_dry_run_lists_cells_and_cost(capsys, tmp_path, monkeypatch):
+def test_a_dry_run_lists_cells_and_cost_and_needs_no_data(
+    capsys, tmp_path, monkeypatch
+):
+    """Kills: a dry run that refuses, a run that starts without data, a directory that
+    is given and not looked at.
+    """
     monkeypatch.chdir(tmp_path)
     assert reproduce.main(["ablation", "--seeds", "2", "--dry-run"]) == 0
     out = capsys.readouterr().out
-    assert (
-        "8 cells, 0 of them have a result" in out
-        and "digits no-concat seed 1" in out
-        and "minutes" in out
-    )
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("spelled", ["cifar100-20", "cifar100_20"])
-def test_a_dry_run_needs_no_data(spelled, capsys, tmp_path, monkeypatch):
-    """Cells and cost are known before the data is fetched, in both spellings. Kills: a
-    dry run that refuses, a run that starts without data, a directory that is given and
-    not looked at.
-    """
-    monkeypatch.chdir(tmp_path)
-    words = [
-        "sota",
-        "--scale",
-        "full",
-        "--datasets",
-        spelled,
-        "--rows",
-        "uno",
-        "rs_plus",
-        "kmeans",
-    ]
+    assert "8 cells, 0 of them have a result" in out and "minutes" in out
+    assert "digits no-concat seed 1" in out
+    words = ["sota", "--scale", "full", "--datasets", "cifar100-20", "--rows", "uno"]
     assert reproduce.main([*words, "--dry-run"]) == 0
     out = capsys.readouterr().out
-    assert (
-        "6 cells, 0 of them have a result" in out
-        and "cifar100-20 rs-plus seed 2" in out
-    )
+    assert "3 cells, 0 of them have a result" in out
     assert (
         "CIFAR100-20: pretraining 200 epochs, discovery 200 epochs for each cell" in out
     )
@@ -238,12 +211,8 @@ def test_the_help_lists_data_sets_and_rows(capsys):
     for name in names():
         for scale in ("small", "full"):
             table = build(name, scale)
-            assert all(
-                f" {each.key}" in out for each in (*table.benchmarks, *table.rows)
-            )
-            assert not any(
-                "_" in each.key for each in (*table.benchmarks, *table.rows)
-            )  # one spelling is stored
+            keys = [each.key for each in (*table.benchmarks, *table.rows)]
+            assert all(f" {key}" in out and "_" not in key for key in keys)
 
 
 def test_pretrainings_come_first_and_nothing_is_repeated(request_of):
@@ -256,44 +225,39 @@ def test_pretrainings_come_first_and_nothing_is_repeated(request_of):
     assert len(request.cells) == 8 and len(jobs) == 8 + 4
     by_name = {job.name: job for job in jobs}
     for cell in request.cells:
-        job, shared = by_name[cell.name], by_name[cell.pretraining]
+        job, shared = by_name[cell.name], by_name[cell.start]
         assert job.config == override(
             cell.config, {"model.weights": str(request.output / job.needs)}
         )
-        assert job.needs == cell.pretraining and shared.needs is None
+        assert job.needs == cell.start and shared.needs is None
         assert (shared.config.seed, shared.config.augment.weak) == (
             cell.seed,
             cell.config.augment.weak,
         )
-    processes, _ = run(request)
-    order = processes.started
+    order = run(request)[0].started
     assert all(
         order.index(job.needs) < order.index(job.name) for job in jobs if job.needs
     )
-    assert processes.most == 2
     assert tables.plan(request) == []
     more = tables.plan(request_of("--seeds", "3"))
     assert [job.label.rpartition(" ")[2] for job in more] == ["2"] * 6
-    (request.output / "cells" / "digits-uno-seed1" / "metrics.json").unlink()
-    assert [job.name for job in tables.plan(request)] == ["cells/digits-uno-seed1"]
+    lost = name_of(request, "uno", 1)
+    (request.output / lost / "metrics.json").unlink()
+    assert [job.name for job in tables.plan(request)] == [lost]
 
 
 def test_failures_are_noted_and_only_divergence_is_final(request_of):
     """Kills: a diverged cell that is run for ever, a full disk that is never tried
     again.
     """
-    diverged, full, stopped = (
-        f"cells/digits-{run}" for run in ("uno-seed0", "no-concat-seed0", "uno-seed1")
-    )
     request = request_of()
+    runs = (("uno", 0), ("no-concat", 0), ("uno", 1))
+    diverged, full, stopped = (name_of(request, *run) for run in runs)
     _, told = run(request, {diverged: 3, full: 4, stopped: 75})
     assert told[diverged].reason == f"{diverged} says why"
     attempts = read_attempts(request.output)
-    assert (
-        attempts[diverged].failed
-        and attempts[full].failed
-        and not attempts[stopped].failed
-    )
+    assert attempts[diverged].failed and attempts[full].failed
+    assert not attempts[stopped].failed
     assert attempts[diverged].seconds == pytest.approx(told[diverged].seconds, abs=0.01)
     with (request.output / cells.ATTEMPTS).open("a") as file:
         file.write('{"job": "cells/cut short", "sec')
@@ -306,10 +270,10 @@ def test_a_failed_pretraining_fails_its_cells(request_of):
     request = request_of()
     jobs = tables.plan(request)
     shared = next(job.needs for job in jobs if job.needs and job.config.augment.weak)
-    processes, told = run(request, {shared: 3})
+    commands, told = run(request, {shared: 3})
     lost = [job.name for job in jobs if job.needs == shared]
-    assert lost and not set(lost) & set(processes.started)
-    assert len(processes.started) == len(jobs) - len(lost) and len(told) == len(jobs)
+    assert lost and not set(lost) & set(commands.started)
+    assert len(commands.started) == len(jobs) - len(lost) and len(told) == len(jobs)
     attempts = read_attempts(request.output)
     assert all(
         attempts[name].reason == f"pretraining: {shared} says why" for name in lost
@@ -340,34 +304,22 @@ def test_features_come_first_and_are_shared(frozen_request, tmp_path):
     different views, features on one core while all cells wait, relative paths in
     processes elsewhere, a cache that was deleted since.
     """
-    request = frozen_request("--parallel", "2")
+    request = frozen_request()
     jobs = {job.name: job for job in tables.plan(request)}
     first = [name for name in jobs if name.startswith("features/")]
     # weak augmentation has views of its own
-    assert len(first) == 2 and len(jobs) == 8 + 2
+    assert list(jobs)[:2] == first and len(jobs) == 8 + 2
     for cell in request.cells:
-        job = jobs[cell.name]
-        assert (
-            job.needs in first
-            and jobs[job.needs].config.augment.weak == cell.config.augment.weak
-        )
+        job, shared = jobs[cell.name], jobs[jobs[cell.name].needs]
+        assert shared.config.augment.weak == cell.config.augment.weak
         assert job.config.model.weights == str(tmp_path / "encoder.safetensors")
-        assert (job.config.compute.cache, job.config.compute.threads) == (
-            str(tmp_path / "cache"),
-            1,
-        )
-        assert jobs[job.needs].config.compute.threads == 2
-    processes, _ = run(request)
-    order = processes.started
-    assert all(
-        order.index(job.needs) < order.index(job.name)
-        for job in jobs.values()
-        if job.needs
-    )
+        assert job.config.compute.cache == str(tmp_path / "cache")
+        assert (job.config.compute.threads, shared.config.compute.threads) == (1, None)
+    run(request)
     assert tables.plan(request) == []
-    (request.output / "cells" / "digits-uno-seed1" / "metrics.json").unlink()
-    again = [job.name for job in tables.plan(request)]
-    assert again == [jobs["cells/digits-uno-seed1"].needs, "cells/digits-uno-seed1"]
+    lost = name_of(request, "uno", 1)
+    (request.output / lost / "metrics.json").unlink()
+    assert [job.name for job in tables.plan(request)] == [jobs[lost].needs, lost]
 
 
 @pytest.fixture
@@ -431,7 +383,7 @@ def test_a_table_on_ones_own_images(own_request, tmp_path):
         assert config.model.prototype_init == ("kmeans" if ours else "random"), key
         assert config.objective.class_prior == ("kmeans" if ours else None)
         assert config.model.weights == str(tmp_path / "encoder.safetensors")
-    assert len({cell.pretraining for cell in asked.cells}) == 1
+    assert len({cell.start for cell in asked.cells}) == 1
     assert len({dump_yaml(config) for config in found.values()}) == len(found)
     assert (
         asked.changes.keys() & {"data.source", "data.known_classes", "preset"} == set()
@@ -499,9 +451,7 @@ def test_a_table_on_vectors(tmp_path):
         cell.config.data.source == f"vectors:{tmp_path}/rows.parquet"
         for cell in asked.cells
     )
-    assert [job.needs for job in tables.plan(asked)][1:] == [
-        asked.cells[0].pretraining
-    ] * 2
+    assert [job.needs for job in tables.plan(asked)][1:] == [asked.cells[0].start] * 2
 
 
 def test_rows_that_own_images_refuse_are_told(own_request):
@@ -556,7 +506,7 @@ def test_a_cell_finds_the_features_of_its_job(frozen_request, monkeypatch):
         features, "encode_chunk", lambda *a: computed.append(1) or compute(*a)
     )
     jobs = {job.name: job for job in tables.plan(request)}
-    cell = jobs["cells/digits-uno-seed1"]
+    cell = jobs[name_of(request, "uno", 1)]
     counts = []
     for job in (jobs[cell.needs], cell, jobs[cell.needs]):
         command, _ = cells.cell_command(request.output, job)
@@ -592,92 +542,65 @@ def test_a_full_scale_cell_is_run_with_what_its_methods_authors_set(
             ["--config", str(tmp_path / "cell.yaml")], DISCOVER
         ).config.method_options
         assert found == job.config.method_options
-        weights[job.name] = getattr(found, "consistency_weight", None)
-    assert [
-        weights[f"cells/{name}-seed0"] for name in ("cifar100-20-rs", "cifar10-rs")
-    ] == [50.0, 5.0]
+        weights[job.label] = getattr(found, "consistency_weight", None)
+    assert weights["cifar100-20 rs seed 0"] == 50.0
+    assert weights["cifar10 rs seed 0"] == 5.0
 
 
-def test_a_directory_of_other_settings_is_refused(request_of):
-    """Kills: a table of mixed settings."""
-    request = request_of()
-    run_dir = request.output / "cells" / "digits-uno-seed0"
-    run_dir.mkdir(parents=True)
-    config = next(
-        job.config
-        for job in tables.plan(request)
-        if job.name == "cells/digits-uno-seed0"
-    )
-    (run_dir / "config.yaml").write_text(dump_yaml(config))
-    assert tables.plan(request)
-    (run_dir / "config.yaml").write_text(
-        dump_yaml(override(config, {"objective.epsilon": 0.2}))
-    )
-    with pytest.raises(
-        ConfigError, match=r"other settings: objective\.epsilon; use another --output"
-    ):
-        tables.plan(request)
-
-
-@pytest.mark.parametrize("of", ["cell", "pretraining"])
-def test_a_run_of_other_numerics_is_refused(request_of, of):
-    """Kills: a table that mixes results from before and after a change of numbers."""
-    request = request_of()
-    cell = request.cells[0]
-    made = request.output / (cell.name if of == "cell" else cell.pretraining)
-    made.mkdir(parents=True)
-    (made / "environment.json").write_text(json.dumps({"numerics": NUMERICS}))
-    assert tables.plan(request)
-    (made / "environment.json").write_text(json.dumps({"numerics": NUMERICS - 1}))
-    with pytest.raises(ConfigError, match=f"numerics {NUMERICS - 1}.*--output"):
-        tables.plan(request)
-
-
-def test_a_pretraining_goes_on_for_other_rows(request_of):
-    """Kills: a stopped pretraining that is refused since the cell it was begun for was
-    another method's; the settings of that method in the cells of this one, another
-    pretraining that is taken for it.
+def test_a_directory_is_of_one_configuration_and_numerics(request_of, monkeypatch):
+    """Kills: a table that mixes settings, or results from before and after a change of
+    numbers; a pretraining for each method or each number of epochs of discovery.
     """
-    request = request_of("--rows", "uno", "--seeds", "1")
-    first, cell = tables.plan(request)
-    run_dir = request.output / first.name
-    run_dir.mkdir(parents=True)
-    begun = override(first.config, {"method": "ncl", "ncl.rampup": 0.5})
-    (run_dir / "config.yaml").write_text(dump_yaml(begun))
-    assert tables.plan(request) == [first._replace(config=begun), cell]
-    (run_dir / "config.yaml").write_text(
-        dump_yaml(override(begun, {"pretrain.base_lr": 3.0}))
-    )
-    # the run refuses that itself
-    assert tables.plan(request) == [first._replace(config=begun), cell]
+
+    def directories(*words):
+        cell = request_of("--rows", "uno", "--seeds", "1", *words).cells[0]
+        return cell.name, cell.start
+
+    first = directories()
+    assert first == directories("--device", "cpu")  # which changes no result
+    name, start = directories("--objective.epsilon", "0.2")
+    assert name != first[0] and start == first[1]
+    name, start = directories("--pretrain.base-lr", "3")
+    assert name != first[0] and start != first[1]
+    shared = [
+        job.config
+        for words in ((), ("--method", "ncl", "--ncl.rampup", "0.5"))
+        for job in tables.plan(request_of("--rows", "uno", "--seeds", "1", *words))
+        if job.needs is None
+    ]
+    assert shared[0] == shared[1]  # so a stopped one goes on for any method
+    monkeypatch.setattr(experiments, "NUMERICS", NUMERICS + 1)
+    assert not set(directories()) & set(first)
 
 
 def test_a_signal_stops_the_queue(tmp_path):
-    """Kills: a driver that starts the next cell after SIGTERM."""
+    """Kills: a driver that starts the next cell after SIGTERM, a running cell that is
+    not asked to save, a stopped cell that is taken for a failed one.
+    """
     jobs = [CellProcess(f"cells/{i}", Config(), str(i)) for i in range(3)]
     (tmp_path / "cells").mkdir()
-    processes = Processes()
+    started = []
+
+    def train(command, log, is_stopping):
+        started.append(log.stem)
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_for(is_stopping)
+        return Interrupted.exit_code
+
     with pytest.raises(Interrupted):
-        for _ in run_jobs(jobs, tmp_path, processes, 1):
-            signal.raise_signal(signal.SIGTERM)
-    assert processes.started == ["cells/0"]
+        list(run_jobs(jobs, tmp_path, train, 1))
+    assert started == ["0"]
+    assert not read_attempts(tmp_path)["cells/0"].failed
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_tables_are_written_under_a_claim_and_that_of_a_killed_driver_goes(
+def test_a_table_is_written_under_a_claim_and_that_of_a_killed_driver_goes(
     tmp_path, monkeypatch
 ):
-    """And half a configuration goes. Kills: a lock file that stays for ever once every
-    cell has a result, two drivers that write at once.
+    """Kills: a lock file that stays for ever once every cell has a result, two drivers
+    that write at once.
     """
     storage, held = Storage(str(tmp_path)), []
-    half, in_a_run = (
-        "cells/.digits-uno-seed0.yaml.1a2b3c4d",
-        "cells/digits-uno-seed0/.config.yaml.1a2b3c4d",
-    )
-    for name in (half, in_a_run):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(b"half")
     storage.write(LOCK_FILE, b'{"token": "of a killed driver"}')
     monkeypatch.setattr(lock, "WATCH_S", 0.0)
     monkeypatch.setattr(tables, "plan", lambda request: [])
@@ -686,19 +609,23 @@ def test_tables_are_written_under_a_claim_and_that_of_a_killed_driver_goes(
     )
     assert reproduce.main(["ablation", "--output", str(tmp_path)]) == 0
     assert len(held) == 1 and b"killed" not in held[0] and not storage.exists(LOCK_FILE)
-    assert not storage.exists(half) and storage.exists(in_a_run)
 
 
 @pytest.mark.slow
 def test_a_process_ends_with_its_driver(tmp_path):
     """Kills: cells that go on training for a driver that was killed."""
-    child = "import threading, time; from pipelines.cells import end_with_parent as e\n"
-    child += "threading.Thread(target=e, daemon=True).start(); time.sleep(200)"
+    log = tmp_path / "log"
+    child = "import os, threading, time\nfrom pipelines.cells import end_with_parent\n"
+    child += "threading.Thread(target=end_with_parent, daemon=True).start()\n"
+    child += "print(os.getpid(), flush=True); time.sleep(200)"
 
     def driver():
-        started = start_local([sys.executable, "-c", child], tmp_path / "log")
-        print(started.pid, file=sys.stderr)
-        return started
+        command = [sys.executable, "-c", child]
+        Thread(
+            target=run_local, args=(command, log, lambda: False), daemon=True
+        ).start()
+        wait_for(lambda: log.exists() and log.read_text())
+        print(log.read_text(), file=sys.stderr)
 
     code, said = forked(driver)
     assert code == 0
@@ -756,53 +683,39 @@ SAVES = (
 SAVES += "print('ready', flush=True)\ntime.sleep(60)"
 
 
-def test_a_task_runs_to_its_end_or_until_it_is_told_to_stop(tmp_path):
-    """In this process. Kills: a code that is lost, a process that is killed before
-    it has saved.
-    """
-    log, stop = tmp_path / "log", tmp_path / "log.stop"
-    assert cells.run_cell([sys.executable, "-c", "raise SystemExit(3)"], log, stop) == 3
-    touch = f"open({str(stop)!r}, 'w').close(); "
-    script = SAVES.replace("time.sleep", f"{touch}time.sleep")
-    assert (
-        cells.run_cell([sys.executable, "-c", script], log, stop)
-        == Interrupted.exit_code
-    )
+def test_a_command_runs_to_its_end_or_until_it_is_told_to_stop(tmp_path):
+    """Kills: a code that is lost, a process that is killed before it has saved."""
+    log = tmp_path / "log"
+    fails = [sys.executable, "-c", "raise SystemExit(3)"]
+    assert cells.run_local(fails, log, lambda: False) == 3
+    saves = [sys.executable, "-c", SAVES]
+    code = cells.run_local(saves, log, lambda: "ready" in log.read_text())
+    assert code == Interrupted.exit_code
     assert log.read_text() == "ready\nsaved\n"
 
 
 @pytest.mark.ray
 @pytest.mark.release
 def test_cells_on_ray(ray_cluster, tmp_path):
-    """Exit codes come back, a process whose node is lost is started again, and
-    terminate() lets a process save.
+    """Exit codes come back, a process whose node is lost is started again, and a
+    process saves when it is told to stop.
     """
 
-    def start(name, script):
-        return RayProcess(
-            ray_cluster,
-            {"num_cpus": 1},
-            [sys.executable, "-c", script],
-            tmp_path / name,
+    def run(name, script, is_stopping=lambda: False):
+        command = [sys.executable, "-c", script]
+        return run_on_ray(
+            ray_cluster, {"num_cpus": 1}, command, tmp_path / name, is_stopping
         )
 
-    def code(process):
-        wait_for(lambda: process.poll() is not None)
-        return process.poll()
-
-    done, failed = (
-        start(str(i), f"print('said'); raise SystemExit({i})") for i in (0, 3)
-    )
-    assert (code(done), code(failed)) == (0, 3) and (
-        tmp_path / "3"
-    ).read_text() == "said\n"
+    assert run("done", "print('said')") == 0
+    assert (tmp_path / "done").read_text() == "said\n"
+    assert run("failed", "raise SystemExit(3)") == 3
     first = tmp_path / "first"
     lose_the_node = (
         f"import os, pathlib; path = pathlib.Path({str(first)!r})\n"
         "if not path.exists(): path.touch(); os.kill(os.getppid(), 9)"
     )
-    assert code(start("lost", lose_the_node)) == 0 and first.exists()
-    saving, log = start("saving", SAVES), tmp_path / "saving"
-    wait_for(lambda: log.exists() and "ready" in log.read_text())
-    saving.terminate()
-    assert code(saving) == Interrupted.exit_code and "saved" in log.read_text()
+    assert run("lost", lose_the_node) == 0 and first.exists()
+    log = tmp_path / "saving"
+    code = run("saving", SAVES, lambda: log.exists() and "ready" in log.read_text())
+    assert code == Interrupted.exit_code and "saved" in log.read_text()

@@ -5,14 +5,12 @@ input; whitening.
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import silhouette_score
 
 from uno.clustering.kmeans import (
     FREE,
     constrained_kmeans,
     draw_initial_centers,
     lloyd,
-    silhouette,
     whiten,
 )
 
@@ -174,30 +172,6 @@ def test_duplicates_leave_surplus_clusters_empty(dtype):
     assert torch.equal(found.assignment, truth)
     assert torch.equal(
         constrained_kmeans(points, truth, 2, 3, seed=0).assignment, truth
-    )
-
-
-def test_silhouette(monkeypatch):
-    """Of all rows and of a sample. Kills: the sample ignored (N^2 distances), a sample
-    that depends on global randomness, an error where there is one cluster only or as
-    many as rows.
-    """
-    points, truth = blobs(3, 400, noise=0.5)
-    whole = silhouette(points, truth, 5000, seed=0)
-    assert whole == pytest.approx(silhouette_score(points.numpy(), truth.numpy()))
-    seen = []
-    score = "sklearn.metrics.silhouette_score"
-    monkeypatch.setattr(
-        score, lambda p, c: seen.append(len(p)) or silhouette_score(p, c)
-    )
-    sample = silhouette(points, truth, 300, seed=1)
-    assert sample == pytest.approx(whole, abs=0.03) and sample != whole
-    assert seen == [300]
-    assert silhouette(points, truth, 300, seed=1) == sample
-    assert (
-        silhouette(points, truth * 0, 1000, seed=0)
-        == silhouette(points[:9], torch.arange(9), 9, 0)
-        == 0
     )
 
 

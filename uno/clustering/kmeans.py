@@ -256,29 +256,6 @@ def _cluster_means(points: Tensor, assignment: Tensor, centers: Tensor) -> Tenso
     return torch.where(counts > 0, sums / counts.clamp(min=1), centers)
 
 
-def silhouette(points: Tensor, assignment: Tensor, max_rows: int, seed: int) -> float:
-    """Return the mean silhouette of clusters (Rousseeuw, 1987), in [-1, 1].
-
-    Args:
-        points: (N, D).
-        assignment: int64 (N,), the cluster of each row.
-        max_rows: If there are more rows, so many are drawn at random.
-        seed: The seed of the draw.
-
-    Returns:
-        The mean over the drawn rows. A row that is alone in its cluster counts 0. The
-        result is 0 if there is only one cluster, or if every row is alone.
-    """
-    from sklearn.metrics import silhouette_score
-
-    order = torch.randperm(len(points), generator=torch.Generator().manual_seed(seed))
-    chosen = order[:max_rows].sort().values.to(points.device)
-    clusters = assignment[chosen].cpu().numpy()
-    if not 1 < len(set(clusters.tolist())) < len(clusters):
-        return 0.0
-    return float(silhouette_score(points[chosen].cpu().numpy(), clusters))
-
-
 def principal_components(points: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the principal component analysis (PCA) of points.
 

@@ -263,18 +263,12 @@ def held_out(
     Returns:
         Whether each row is chosen, bool (N,).
     """
-    labels, chosen = (
-        np.where(is_train, class_indices(rows.labels, known), -1),
-        np.zeros(len(rows), dtype=bool),
-    )
-    hidden = is_train & (labels < 0) & has_label(rows.labels)
-    for number, group in enumerate(
-        [np.flatnonzero(hidden), *rows_of_classes(labels, len(known))]
-    ):
-        members = np.random.default_rng([HELD_OUT, number]).permutation(group)
-        chosen[
-            members[: min(round(share * len(members)), max(len(members) - 1, 0))]
-        ] = True
+    labels = np.where(is_train, class_indices(rows.labels, known), -1)
+    hidden = np.flatnonzero(is_train & (labels < 0) & has_label(rows.labels))
+    chosen = np.zeros(len(rows), dtype=bool)
+    chosen[
+        _draw_share(HELD_OUT, [hidden, *rows_of_classes(labels, len(known))], share)
+    ] = True
     return chosen
 
 
@@ -290,10 +284,27 @@ def unlabel(labels: np.ndarray, share: float) -> np.ndarray:
         The labels that are left, int64 (N,).
     """
     left = labels.copy()
-    for c, group in enumerate(rows_of_classes(labels, labels.max() + 1)):
-        rows = np.random.default_rng([UNLABEL, c]).permutation(group)
-        left[rows[: min(round(share * len(rows)), len(rows) - 1)]] = -1
+    left[_draw_share(UNLABEL, rows_of_classes(labels, labels.max() + 1), share)] = -1
     return left
+
+
+def _draw_share(stream: int, groups: Sequence[np.ndarray], share: float) -> np.ndarray:
+    """Draw a share of each of several groups of rows, always the same rows.
+
+    Args:
+        stream: The random stream of :mod:`uno.data.sampling`.
+        groups: The row numbers of each group, int64 (n,).
+        share: The share of each group to draw, 0-1. At least one row of a group is not
+            drawn.
+
+    Returns:
+        The numbers of the rows that are drawn, int64.
+    """
+    drawn = [np.arange(0)]
+    for number, group in enumerate(groups):
+        rows = np.random.default_rng([stream, number]).permutation(group)
+        drawn.append(rows[: min(round(share * len(rows)), max(len(rows) - 1, 0))])
+    return np.concatenate(drawn)
 
 
 def rows_of_classes(labels: np.ndarray, num: int) -> list[np.ndarray]:

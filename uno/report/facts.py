@@ -17,8 +17,6 @@ from uno.text import plural
 
 ESTIMATE_CURVES = {
     "f1": "mean F1 of classes",
-    "acc": "accuracy",
-    "cvi": "silhouette",
     "probability": "probability of k classes",
 }
 

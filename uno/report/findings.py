@@ -13,7 +13,6 @@ from torch import Tensor
 
 from uno.data.splits import Task
 from uno.report.sample import Sample
-from uno.results.classes import Suggestion
 
 NUM_NEAREST = 3  # most similar classes that are kept for each class
 
@@ -203,28 +202,3 @@ def nearest(
         for i in order
         if np.isfinite(similarity[i])
     ]
-
-
-def suggestions(sample: Sample, findings: SampleSummary) -> dict[int, Suggestion]:
-    """Collect for each discovered class what helps a person to name it.
-
-    Args:
-        sample: The sampled rows, with the names of all outputs.
-        findings: The summary of these rows by class.
-
-    Returns:
-        By the index of the class among the model's outputs: the number of sampled
-        unlabeled rows in the class, the number of all sampled unlabeled rows, and the
-        names of the most similar known and discovered classes with their similarity.
-    """
-
-    def named(pairs: list[tuple[int, float]]) -> tuple[tuple[str, float], ...]:
-        """Replace the outputs in pairs of output and similarity by their names."""
-        return tuple((sample.names[output], value) for output, value in pairs)
-
-    return {
-        c.output: Suggestion(
-            c.count, findings.num_unlabeled, named(c.like_known), named(c.like_novel)
-        )
-        for c in findings.clusters
-    }

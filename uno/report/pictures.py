@@ -13,14 +13,12 @@ from uno.data.images import Image, evenly_spaced
 from uno.data.rows import Rows
 from uno.results.show import SMALL, data_uri, encode
 
-BUDGET_BYTES = 12_000_000  # size of all tiles, as text in the page
-SHEET_BYTES = 700_000  # size of the sheet
-# sides of tiles; the first with which all tiles fit the budget is used
-SIDES = (240, 200, 160, 120)
-QUALITY = 50  # of WebP
+MAX_TILES = 2_000  # of all classes together, about 12 MB of photographs
+SIDE = 160  # pixels of a tile, unless images are smaller
+QUALITY, SHEET_QUALITY = 50, 30  # of the WebP tiles, and of the JPEG sheet
 SHEET_SIDE, PREVIEW_SIDE = 24, 28  # pixels
 SHEET_COLUMNS = 40
-NUM_PROBED = 24  # images from which the size of all tiles is estimated
+NUM_PROBED = 24  # images whose median size is taken for that of all
 NUM_PREVIEWED = 6  # pictures of a class in the table of classes
 NUM_TEXTS = 2  # rows of a class that the table shows where there are no pictures
 MAX_TEXT = 300  # characters of a row that is shown as text
@@ -57,10 +55,9 @@ class Preview(NamedTuple):
 
 
 class Album:
-    """Draws the members of classes within a budget of bytes.
+    """Draws the members of classes as thumbnails.
 
-    All members are drawn if they fit the budget. Otherwise each class has at most
-    ``max_tiles`` tiles, evenly spaced in confidence.
+    Each class has at most ``max_tiles`` tiles. They are evenly spaced in confidence.
 
     Args:
         rows: The rows of the run.
@@ -91,21 +88,15 @@ class Album:
         self._confidence = confidence
         self._ids = rows.ids.take(index).to_pylist()
         self._captions = rows.images.captions(index)
-        sizes = [len(group) for group in groups]
         members = np.concatenate([*groups, np.arange(0)])
         probed = members[evenly_spaced(NUM_PROBED, len(members))]
-        native = SIDES[0]
+        self.side = SIDE
         if self._images is not None and len(probed):
             images = self._images
-            native = int(np.median([_shorter_side(images[i]) for i in probed.tolist()]))
-        budget = float(len(members))  # number of tiles
-        for self.side in [side for side in SIDES if side <= native] or [native]:
-            num_bytes = sum(len(t.uri) + len(t.text) for t in self._tiles(probed))
-            budget = BUDGET_BYTES * len(probed) / max(1, num_bytes)
-            if len(members) <= budget:
-                break
-        self.max_tiles = _largest_share(sizes, int(budget))
-        self.is_whole = max(sizes, default=0) <= self.max_tiles
+            native = np.median([_shorter_side(images[i]) for i in probed.tolist()])
+            self.side = min(SIDE, int(native))
+        self.max_tiles = max(1, MAX_TILES // max(1, len(groups)))
+        self.is_whole = max(map(len, groups), default=0) <= self.max_tiles
 
     def gallery(self, members: NDArray[np.int64]) -> list[Tile]:
         """Draw the members of a class as thumbnails, the most confident first.
@@ -144,7 +135,7 @@ class Album:
         """Draw thumbnails of many rows in one picture, for the t-SNE map.
 
         The thumbnails are squares in lines of :data:`SHEET_COLUMNS`, in the given
-        order. The picture has about :data:`SHEET_BYTES`.
+        order.
 
         Args:
             positions: Indices of the rows in the sample, int64 (n,).
@@ -157,11 +148,7 @@ class Album:
             return "", 0
         side = min(self.side, SHEET_SIDE)
         images = self._pixels(positions, side)
-        for quality in (70, 50, 30, 10):
-            uri = encode(images, SHEET_COLUMNS, quality)
-            if len(uri) <= SHEET_BYTES:
-                break
-        return uri, side
+        return encode(images, SHEET_COLUMNS, SHEET_QUALITY), side
 
     def _ranked(self, members: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return rows in the order of their class's probability, the highest first.
@@ -223,26 +210,4 @@ def _shorter_side(image: Image) -> int:
     try:
         return min(read_header(image)[1:3])
     except BadImage:  # the file is gone since the run
-        return SIDES[0]
-
-
-def _largest_share(sizes: Sequence[int], total: int) -> int:
-    """Return the largest number of thumbnails that each of several classes may have.
-
-    All classes together may have ``total``. Thumbnails that small classes do not need
-    go to the larger ones.
-
-    Args:
-        sizes: The number of members of each class.
-        total: The number of thumbnails of all classes together.
-
-    Returns:
-        A limit for every class, at least 1; the largest size if all members fit.
-    """
-    left, groups = total, sorted(sizes)
-    for i, size in enumerate(groups):
-        share = left // (len(groups) - i)
-        if size > share:
-            return max(1, share)
-        left -= size
-    return max(groups, default=0)
+        return SIDE

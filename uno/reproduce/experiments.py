@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 import yaml
 from pydantic import BaseModel, ConfigDict
 
-from uno.config import Config, flatten, override, to_dict
+from uno.config import Config, config_hash, flatten, override, to_dict
 from uno.data.files import split
 from uno.errors import ConfigError, did_you_mean
 from uno.methods import METHODS, default_settings
 from uno.presets import IMAGE_SIZE, preset, scale_sizes
+from uno.runs import NUMERICS
 
 DATA_OPTIONS = {
     "cifar10": "CIFAR10 in torchvision's layout",
@@ -256,47 +257,66 @@ def _fill(node: Any, values: Mapping[str, Any]) -> Any:
 class Cell(NamedTuple):
     """One run of a table: a row on a data set with a seed.
 
+    Both directories have a hash of the settings, of the number of the numerics, and of
+    the code of the user's own encoder in their names. So runs that differ in any of
+    them never share a directory.
+
     Attributes:
         row: The row of the table.
         benchmark: The data set.
         seed: The seed.
         config: The configuration of the run.
+        name: The directory of the run, below the output directory of the command. It
+            consists of data set, row, seed and hash, such as
+            ``cells/digits-uno-seed0-0123456789ab``.
+        start: The directory of what the run starts from, below the output directory. It
+            holds the pretraining, or the cached features of a frozen encoder. Runs that
+            start from the same share it.
     """
 
     row: Row
     benchmark: Benchmark
     seed: int
     config: Config
+    name: str
+    start: str
 
     @property
-    def name(self) -> str:
-        """The name of the run, which is its directory below the output directory.
+    def is_frozen(self) -> bool:
+        """Whether the run starts from cached features of a frozen encoder."""
+        return self.config.model.finetune == "none"
 
-        It consists of data set, row and seed, such as ``cells/digits-uno-seed0``.
-        """
-        return f"cells/{self.benchmark.key}-{self.row.key}-seed{self.seed}"
 
-    @property
-    def pretraining(self) -> str:
-        """The directory of the run's pretraining, below the output directory.
+def _make_cell(
+    row: Row, benchmark: Benchmark, config: Config, code: dict[str, str] | None
+) -> Cell:
+    """Return a run of a table, with the names of its directories.
 
-        Runs with the same pretraining share it, because its name is a hash of the
-        settings that pretraining depends on. If the encoder is frozen, it is the
-        directory of the cached features instead.
-        """
-        # a plain command line needs no torch
-        from uno.data.features import settings as settings_of_features
-        from uno.runs.run import hash_pretraining
+    Args:
+        row: The row of the table.
+        benchmark: The data set.
+        config: The configuration of the run.
+        code: The hash of each source file of the user's own encoder; None for an
+            encoder of another kind.
+    """
+    # a plain command line needs no torch
+    from uno.data.features import settings as settings_of_features
+    from uno.runs.run import hash_pretraining
 
-        config = self.config
-        if config.model.finetune == "none":
-            facts = [
-                settings_of_features(config),
-                config.data.model_dump(mode="json"),
-                config.model.weights,
-            ]
-            return f"features/{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]}"  # noqa: E501
-        return f"pretrain/{hash_pretraining(self.config)}"
+    if config.model.finetune == "none":
+        data = config.data.model_dump(mode="json")
+        facts = settings_of_features(config), data, config.model.weights
+        start = f"features/{_hash(facts, NUMERICS, code)}"
+    else:
+        start = f"pretrain/{_hash(hash_pretraining(config), NUMERICS, code)}"
+    own_hash = _hash(config_hash(config), NUMERICS, code)
+    name = f"cells/{benchmark.key}-{row.key}-seed{config.seed}-{own_hash}"
+    return Cell(row, benchmark, config.seed, config, name, start)
+
+
+def _hash(*facts: Any) -> str:
+    """Return a hash of values that JSON can hold, as 12 hexadecimal digits."""
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
 
 
 def with_own_data(
@@ -359,6 +379,10 @@ def cells(
         ConfigError: The settings of the reference row, or of a row without overrides,
             are invalid.
     """
+    # a plain command line needs no torch
+    from uno.encoders.build import code_of
+
+    code_of_encoder = cache(code_of)
     found, refused = list[Cell](), dict[str, str]()
     for benchmark in table.benchmarks:
         source = benchmark.source.format(directories.get(benchmark.option or "", "DIR"))
@@ -386,14 +410,13 @@ def cells(
                 if k.partition(".")[0] not in others
             } | row.overrides
             try:
-                some = [
-                    Cell(row, benchmark, n, override(base, {**own, "seed": n}))
-                    for n in range(seeds)
-                ]
+                configs = [override(base, {**own, "seed": n}) for n in range(seeds)]
             except ConfigError as error:
                 if row.key == REFERENCE or not row.overrides:
                     raise
                 refused[f"{benchmark.key}-{row.key}"] = str(error)
                 continue
-            found += some
+            for config in configs:
+                code = code_of_encoder(config.model.encoder).get("code")
+                found.append(_make_cell(row, benchmark, config, code))
     return sorted(found, key=lambda cell: cell.seed), refused

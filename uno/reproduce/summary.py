@@ -137,10 +137,9 @@ def read(
             estimate = read_json(directory / ESTIMATE_FILE)
             remarks.append(
                 f"{cell.row.name}, seed {cell.seed}: estimated novel classes:"
-                f" {estimate.get('suggested', '?')}; DTC's procedure:"
-                f" {estimate.get('dtc', {}).get('num_novel', '?')}"
+                f" {estimate.get('suggested', '?')}"
             )
-    pretrainings = {cell.pretraining for cell in cells}
+    pretrainings = {cell.start for cell in cells}
     pretrain_minutes = sum(seconds.get(name, 0.0) for name in pretrainings) / 60
     environments = [run.environment for run in runs]
     on_gpu = changes.get("compute.device") != "cpu"

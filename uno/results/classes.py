@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, count, islice
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 import torch
 import yaml
@@ -138,23 +138,6 @@ class ModelClasses(BaseModel):
         return self.model_copy(update={"measured": hashes(self.classes)["routes"]})
 
 
-class Suggestion(NamedTuple):
-    """Facts about a discovered class, for a person who has to name it.
-
-    Attributes:
-        rows: The number of sampled unlabeled rows that the model put into the class.
-        total: The number of all sampled unlabeled rows.
-        known: The most similar known classes as (name, cosine of the prototypes), most
-            similar first.
-        novel: The most similar other discovered classes, in the same form.
-    """
-
-    rows: int
-    total: int
-    known: tuple[tuple[str, float], ...] = ()
-    novel: tuple[tuple[str, float], ...] = ()
-
-
 def first_classes(known: Sequence[str], num_novel: int) -> list[OutputClass]:
     """Return the output classes of a model that was just trained.
 
@@ -262,11 +245,7 @@ def hashes(classes: Sequence[OutputClass]) -> dict[str, str]:
     }
 
 
-def template(
-    classes: Sequence[OutputClass],
-    model_hash: str,
-    suggestions: Mapping[int, Suggestion],
-) -> str:
+def template(classes: Sequence[OutputClass], model_hash: str) -> str:
     """Return the text of a new ``classes.yaml`` for the user to edit.
 
     It has an entry with the index, name and action of every discovered class.
@@ -274,17 +253,14 @@ def template(
     Args:
         classes: The classes of the model. Their present names and actions are written.
         model_hash: The hash of the model, which :func:`read_edits` compares.
-        suggestions: Facts about discovered classes, by index. They become comments.
     """
     lines = [HEADER + f"model: {_format_scalar(model_hash)}", "classes:"]
     for c in classes:
         if c.kind == "novel":
             merged = "drop" if c.into is None else MERGE + classes[c.into].name
             action = "keep" if c.into == c.index else merged
-            lines.append(
-                f"- index: {c.index}{_format_comment(suggestions.get(c.index))}"
-            )
             lines += [
+                f"- index: {c.index}",
                 f"  name: {_format_scalar(c.name)}",
                 f"  action: {_format_scalar(action)}",
             ]
@@ -295,27 +271,6 @@ def _format_scalar(value: str) -> str:
     """Format a string as a YAML scalar on one line, quoted if necessary."""
     style = None if value.isascii() and value.isprintable() else '"'
     return yaml.safe_dump(value, width=1_000_000, default_style=style).split("\n")[0]
-
-
-def _format_comment(suggestion: Suggestion | None) -> str:
-    """Format facts about a discovered class as a YAML comment; "" if there are none.
-
-    Names are escaped and cut to 80 characters, because a line break in one would end
-    the comment.
-    """
-    if suggestion is None:
-        return ""
-    parts = [f"{suggestion.rows} of {suggestion.total} sampled images"]
-    for title, pairs in (
-        ("nearest known", suggestion.known),
-        ("nearest discovered", suggestion.novel),
-    ):
-        if pairs:
-            parts.append(
-                f"{title}: "
-                + ", ".join(f"{name[:80]!a} {cosine:.2f}" for name, cosine in pairs)
-            )
-    return f"  # {'; '.join(parts)}"
 
 
 class ClassEdit(BaseModel):

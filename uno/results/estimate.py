@@ -10,10 +10,9 @@ to one cluster each. The rows of the other probe classes, the validation classes
 free as the unlabeled rows. The estimate is the number k of novel clusters at which the
 clusters fit the validation classes best.
 
-It differs from DTC in three ways (the record ``estimate-classes-digits`` has the
-reasons). k is chosen by :func:`class_f1` instead of accuracy and silhouette. Features
-are whitened. Several splits of the classes and several choices of anchors vote for an
-interval.
+It differs from DTC in three ways. k is chosen by :func:`class_f1` instead of accuracy
+and silhouette. Features are whitened. Several splits of the classes and several choices
+of anchors vote for an interval.
 """
 
 import hashlib
@@ -34,7 +33,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from uno.clustering import num_classes
-from uno.clustering.kmeans import FREE, VARIANCE, constrained_kmeans, silhouette, whiten
+from uno.clustering.kmeans import FREE, VARIANCE, constrained_kmeans, whiten
 from uno.config import Config, PhaseConfig, config_hash
 from uno.data.files import Storage, parse_json
 from uno.data.memory import TrainSet
@@ -43,7 +42,7 @@ from uno.encoders.build import code_of
 from uno.errors import ConfigError
 from uno.limits import MAX_STATE_BYTES
 from uno.model import features_of
-from uno.results.metrics import Counts, cluster_accuracy, confusion
+from uno.results.metrics import Counts, confusion
 from uno.runs import ESTIMATE_FILE, run
 from uno.text import plural
 from uno.threads import torch_threads
@@ -52,10 +51,8 @@ from uno.training import LocalWorker
 FINGERPRINT_ROWS = 1024
 MIN_KNOWN = 4  # known classes: two to pretrain on and two probe classes
 FEATURES = "features.safetensors"
-CURVES = ("f1", "acc", "cvi")
-RATIOS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5)
 
-Scores = dict[tuple[int, int], list[dict[str, Any]]]
+Scores = dict[tuple[int, int], list[float]]
 """The results of :func:`score_clusters`, by split index and k."""
 Results = Iterator[tuple[int, Any]]
 Tasks = Callable[[Callable[..., Any], tuple[Any, ...], Sequence[Any]], Results]
@@ -89,8 +86,7 @@ class Settings:
 
     Some known classes, the probe classes, are held out of pretraining, and their rows
     are clustered with the unlabeled ones. The rows of some probe classes, the anchors,
-    are fixed to one cluster each. The record ``estimate-classes-digits`` explains the
-    defaults.
+    are fixed to one cluster each.
 
     Attributes:
         num_splits: Number of splits of the known classes into probe classes and others.
@@ -101,12 +97,9 @@ class Settings:
         anchor_ratio: Share of the probe classes that are anchors (as in DTC).
         num_restarts: Number of starts of k-means (as in DTC).
         variance: Share of the variance that the whitened directions explain.
-        dtc_ratio: For DTC's estimate, the size above which a cluster counts, as a share
-            of the largest cluster (as in DTC, which has 0.3 for ImageNet).
         quantile: Each choice of anchors votes for a number of classes. This is the
             share of the votes that may lie below the interval, and above it.
         max_rows: Largest number of unlabeled rows, and of labeled rows, to cluster.
-        silhouette_rows: Largest number of rows for the silhouette.
     """
 
     num_splits: int = 3
@@ -115,10 +108,8 @@ class Settings:
     anchor_ratio: float = 0.6
     num_restarts: int = 10
     variance: float = VARIANCE
-    dtc_ratio: float = 0.01
     quantile: float = 0.2
     max_rows: int = 50_000
-    silhouette_rows: int = 2_000
 
 
 class Split(NamedTuple):
@@ -158,18 +149,12 @@ class Estimate:
         at_limit: Whether the interval reaches the largest k that was tried.
         ks: The numbers of novel classes that were tried.
         curves: Of a frozen encoder "probability", the probability of each k. Otherwise
-            means over all splits and choices of anchors at each k: "f1" and "acc" as
-            fractions, and "cvi", the silhouette.
+            "f1", the mean F1 score over all splits and choices of anchors at each k.
         settings: The :class:`Settings`, as a mapping.
         key: Hash of everything that the estimate depends on.
-        dtc: The estimate of DTC's own procedure: "k_acc" and "k_cvi", the best k by
-            accuracy and by silhouette; "k", their mean; and "num_novel", how many of
-            the k clusters are large enough to count.
-        sizes: "ratios", and in "clusters" for each ratio r the mean number of clusters
-            that have more than r times the unlabeled rows of the largest cluster.
         splits: For each split the names of its classes, and in "roles" the anchors, the
-            vote and the curves of each choice of anchors. These last three are empty
-            for a frozen encoder.
+            vote and the F1 scores of each choice of anchors. It is empty for a frozen
+            encoder.
     """
 
     num_novel: int
@@ -181,8 +166,6 @@ class Estimate:
     curves: dict[str, list[float]]
     settings: dict[str, Any]
     key: str
-    dtc: dict[str, int] = field(default_factory=dict)
-    sizes: dict[str, list[float]] = field(default_factory=dict)
     splits: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -304,7 +287,7 @@ def estimate_num_novel(
         items[position]: found
         for position, found in tasks(score_clusters, shared, items)
     }
-    result = _combine(splits, ks, scores, known, settings, key)
+    result = _combine(splits, ks, scores, known, settings, config.seed, key)
     storage.write(ESTIMATE_FILE, json.dumps(asdict(result), indent=1).encode())
     return result
 
@@ -375,6 +358,7 @@ def _combine(
     scores: Scores,
     known: Sequence[str],
     settings: Settings,
+    seed: int,
     key: str,
 ) -> Estimate:
     """Combine the scores of all splits and numbers of clusters into the estimate.
@@ -386,61 +370,35 @@ def _combine(
     Args:
         splits: The splits of the known classes.
         ks: The numbers of novel classes that were tried, ascending from 0.
-        scores: The scores for each split index and k, one mapping for each choice of
+        scores: The F1 scores for each split index and k, one for each choice of
             anchors, see :func:`score_clusters`.
         known: The names of the known classes, by index.
         settings: The settings of the estimate.
+        seed: The seed of :func:`anchor_choices`.
         key: The hash of everything that the estimate depends on, to store.
     """
-    described: list[dict[str, Any]] = []
+    described, all_roles = list[dict[str, Any]](), list[dict[str, Any]]()
     for i, split in enumerate(splits):
-        roles = []
-        # the scores of one choice of anchors, at every k
-        for found in zip(*(scores[i, k] for k in ks), strict=True):
-            curves = {name: [one[name] for one in found] for name in CURVES}
-            anchors = [known[c] for c in found[0]["anchors"]]
-            roles.append(
-                {"anchors": anchors, "vote": largest_best(curves["f1"]), **curves}
-            )
+        curves = np.transpose([scores[i, k] for k in ks]).tolist()
+        choices = anchor_choices(split, settings, seed)
+        roles = [
+            {
+                "anchors": [known[c] for c in anchors],
+                "vote": largest_best(curve),
+                "f1": curve,
+            }
+            for anchors, curve in zip(choices, curves, strict=True)
+        ]
         names = {
             part: [known[c] for c in classes]
             for part, classes in split._asdict().items()
         }
         described.append({**names, "roles": roles})
-    all_roles = [role for split in described for role in split["roles"]]
-    means = {
-        name: np.mean([role[name] for role in all_roles], axis=0).tolist()
-        for name in CURVES
-    }
-    point = max(1, largest_best(means["f1"]))
+        all_roles += roles
+    mean = np.mean([role["f1"] for role in all_roles], axis=0).tolist()
+    point = max(1, largest_best(mean))
     ends = (point, *interval([role["vote"] for role in all_roles], settings.quantile))
     low, high = min(ends), max(ends)
-    k_acc, k_cvi = largest_best(means["acc"]), largest_best(means["cvi"])
-
-    # mean number of clusters with more unlabeled rows than a share of the largest one
-    def large(k: int, ratio: float) -> float:
-        """Return the mean number of large clusters, by their unlabeled rows.
-
-        Args:
-            k: The number of novel classes.
-            ratio: A cluster is large if it has more than this share of the rows of the
-                largest cluster.
-        """
-        sizes = [
-            role["sizes"]
-            for i in range(len(splits))
-            for role in scores[i, min(k, ks[-1])]
-        ]
-        return float(np.mean([sum(n > ratio * max(s) for n in s) for s in sizes]))
-
-    clusters = [large(point, ratio) for ratio in RATIOS]
-    k = math.ceil((k_acc + k_cvi) / 2)
-    dtc = {
-        "k_acc": k_acc,
-        "k_cvi": k_cvi,
-        "k": k,
-        "num_novel": round(large(k, settings.dtc_ratio)),
-    }
     return Estimate(
         num_novel=point,
         low=low,
@@ -448,9 +406,7 @@ def _combine(
         suggested=suggest(point, low, high),
         at_limit=high >= ks[-1],
         ks=ks,
-        curves=means,
-        dtc=dtc,
-        sizes={"ratios": list(RATIOS), "clusters": clusters},
+        curves={"f1": mean},
         splits=described,
         settings=asdict(settings),
         key=key,
@@ -652,7 +608,7 @@ def score_clusters(
     settings: Settings,
     device: str,
     item: tuple[int, int],
-) -> list[dict[str, Any]]:
+) -> list[float]:
     """Cluster the rows of a split with k novel classes, for every choice of anchors.
 
     Anchors are probe classes of the split (classes without labels in pretraining) whose
@@ -670,10 +626,8 @@ def score_clusters(
         item: The index of the split, and k.
 
     Returns:
-        For each choice of anchors: "anchors", their class indices; "f1", see
-        :func:`class_f1`, and "acc", the clustering accuracy, of the validation classes;
-        "cvi", the silhouette of the rows that are not fixed; and "sizes", the number of
-        unlabeled rows of each cluster, descending.
+        For each choice of anchors, in the order of :func:`anchor_choices`, the F1 score
+        of the validation classes, see :func:`class_f1`.
     """
     index, k = item
     split, labels = splits[index], torch.tensor(features[index].labels)
@@ -694,22 +648,11 @@ def score_clusters(
             clusters = constrained_kmeans(
                 points, fixed, num_clusters, settings.num_restarts, seed
             ).assignment
-            free, found = fixed == FREE, clusters.cpu().numpy()
+            found = clusters.cpu().numpy()
             table = confusion(
                 _positions(labels, validation), found, len(validation), num_clusters
             )
-            unlabeled = np.bincount(
-                found[(labels == FREE).numpy()], minlength=num_clusters
-            )
-            f1 = class_f1(table, np.bincount(found, minlength=num_clusters))
-            cvi = silhouette(
-                points[free], clusters[free], settings.silhouette_rows, seed
-            )
-            more = {
-                "acc": cluster_accuracy(table),
-                "sizes": sorted(unlabeled.tolist(), reverse=True),
-            }
-            results.append({"anchors": anchors, "f1": f1, "cvi": cvi, **more})
+            results.append(class_f1(table, np.bincount(found, minlength=num_clusters)))
     return results
 
 

@@ -1,6 +1,6 @@
-"""HTML views of a model and of predictions, for notebooks.
+"""The HTML view of a model, for notebooks.
 
-They are tables with small pictures. All text is escaped, nothing is loaded from the
+It is a table with small pictures. All text is escaped, nothing is loaded from the
 network, and a page has at most :data:`MAX_BYTES`.
 """
 
@@ -32,7 +32,7 @@ from uno.text import plural, visible
 
 MAX_BYTES = 300_000
 NUM_PICTURES = 5  # pictures of a class
-MAX_CLASSES, MAX_ROWS = 60, 20  # rows of a table
+MAX_CLASSES = 60  # rows of a table
 MANY_ROWS = 20_000  # rows of a data set above which images in tables are not read
 # sides in pixels and JPEG qualities, tried in order; with the last, all pictures fit
 SIZES = ((48, 80), (48, 50), (32, 60), (24, 40))
@@ -183,33 +183,6 @@ def model_html(
     heads = ["", "class", "kind", "images", ""]
     images = [own.images for own in members]
     return _table(title, facts, heads, images, rows, end, side, value_range)
-
-
-def predictions_html(
-    title: str,
-    facts: Sequence[str],
-    images: Sequence[Image],
-    rows: Sequence[Sequence[Any]],
-    more: int,
-    value_range: Range | None = None,
-) -> str:
-    """Return a table of the first predictions as HTML.
-
-    Args:
-        title: The title of the table.
-        facts: Lines of text below the title.
-        images: The image of each row.
-        rows: For each row the path of the image, the class, its kind, the probability,
-            the share of heads that agree, and the reason if the image could not be
-            read. Floats are shown in percent.
-        more: The number of predictions that are not shown.
-        value_range: As in :class:`uno.data.decode.Decoding`.
-    """
-    heads = ["", "image", "class", "kind", "probability", "heads agree", ""]
-    end = plural(more, "more image") if more else ""
-    groups = [[image] for image in images]
-    side = SIZES[0][0]
-    return _table(title, facts, heads, groups, rows, end, side, value_range)
 
 
 def format_counts(names: Iterable[str | None] | Mapping[str | None, int]) -> str:

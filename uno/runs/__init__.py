@@ -10,7 +10,7 @@ The section of the configuration with the same name holds the settings of the ph
 NUMERICS = 29
 """The number of the last change in CHANGELOG.md that alters results.
 
-Every run records it, and ``uno reproduce`` refuses runs of another number.
+Every run records it, and ``uno reproduce`` repeats runs of another number.
 """
 
 CONFIG_FILE = "config.yaml"  # a directory is a run if it has this file

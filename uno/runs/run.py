@@ -118,19 +118,22 @@ def plans(
     }
 
 
-def hash_pretraining(config: Config) -> str:
-    """Return a hash of the settings that pretraining depends on, 12 hex digits.
+def pretraining_config(config: Config) -> Config:
+    """Return a configuration with the defaults for all settings of discovery.
 
-    Configurations that differ only in settings of discovery have the same hash, and can
-    share one pretrained network.
+    Configurations that differ only in settings of discovery lead to the same one, and
+    can share one pretrained network.
     """
     defaults = flatten(to_dict(Config()))
-    return config_hash(
-        override(
-            config,
-            {k: v for k, v in defaults.items() if field_traits(k).scope == "discover"},
-        )
+    return override(
+        config,
+        {k: v for k, v in defaults.items() if field_traits(k).scope == "discover"},
     )
+
+
+def hash_pretraining(config: Config) -> str:
+    """Return a hash of the settings that pretraining depends on, 12 hex digits."""
+    return config_hash(pretraining_config(config))
 
 
 def run_phase(

@@ -147,23 +147,8 @@ def _probability_lines(estimate: Estimate) -> list[str]:
 
 
 def _curve_lines(estimate: Estimate) -> list[str]:
-    """Format a table with the scores of each number k of novel classes.
-
-    The scores are F1, accuracy, and silhouette (CVI, cluster validity index). A last
-    line says how many clusters are larger than several shares of the largest one.
-    """
-    lines = ["", f"{'k':>4}  {'F1':>5}  {'ACC':>5}  {'CVI':>6}"]
-    for k, f1, acc, cvi in zip(
-        estimate.ks,
-        *(estimate.curves[name] for name in ("f1", "acc", "cvi")),
-        strict=True,
-    ):
-        lines.append(
-            f"{k:>4}  {f1:>5.3f}  {acc:>5.3f}  {cvi:>6.3f}{_format_mark(estimate, k)}"
-        )
-    ratios = zip(estimate.sizes["ratios"], estimate.sizes["clusters"], strict=True)
-    shares = ", ".join(f"{count:.1f} (r {ratio:g})" for ratio, count in ratios if ratio)
-    lines.append(
-        f"\nclusters of unlabeled images larger than r x the largest: {shares}"
-    )
+    """Format a table with the F1 score of each number k of novel classes."""
+    lines = ["", f"{'k':>4}  {'F1':>5}"]
+    for k, f1 in zip(estimate.ks, estimate.curves["f1"], strict=True):
+        lines.append(f"{k:>4}  {f1:>5.3f}{_format_mark(estimate, k)}")
     return lines

@@ -25,15 +25,16 @@ def finished(
     table: Table,
     seeds: int,
     accuracy,
-    skip: tuple[str, ...] = (),
-    failed: dict | None = None,
+    lost: dict[tuple[str, int], str] | None = None,
 ) -> Results:
-    """Write cells of a minute each, except ``skip``, and read them.
+    """Write cells of a minute each, and read them.
 
-    ``accuracy(row key, evaluation, group, seed)`` is a fraction.
+    ``accuracy(row key, evaluation, group, seed)`` is a fraction. ``lost`` has by row
+    and seed why a cell has failed, or "" if it is missing.
     """
     todo, refused = cells(table, seeds, {}, {})
-    for cell in (cell for cell in todo if cell.name not in skip):
+    why = {cell.name: (lost or {}).get((cell.row.key, cell.seed)) for cell in todo}
+    for cell in (cell for cell in todo if why[cell.name] is None):
         metrics = {}
         for evaluation in table.evaluations:
             metrics[f"{evaluation.split}/novel/task_aware/chance/acc"] = 0.25
@@ -53,6 +54,6 @@ def finished(
         output,
         {},
         {cell.name: 60.0 for cell in todo},
-        failed or {},
+        {name: reason for name, reason in why.items() if reason},
         refused,
     )

@@ -19,8 +19,8 @@ def accuracy(row, evaluation, group, seed):
 
 @pytest.fixture
 def results(tmp_path):
-    lost = "cells/digits-no-concat-seed2"
-    return finished(tmp_path, small("ablation"), 3, accuracy, (lost,), {lost: EVIL})
+    lost = {("no-concat", 2): EVIL}
+    return finished(tmp_path, small("ablation"), 3, accuracy, lost)
 
 
 def test_numbers_agree_in_both_formats(results, tmp_path):
@@ -73,7 +73,8 @@ def test_a_failure_is_in_the_table_and_inert(results):
     """Kills: a failed cell nobody sees; a message that breaks the table."""
     text = documents.markdown(results)
     assert "; 1 of 3 failed" in text and "not finished" not in text
-    line = next(line for line in text.splitlines() if "seed2 failed" in line)
+    line = next(line for line in text.splitlines() if "failed: " in line)
+    assert "digits-no-concat-seed2" in line
     assert "&lt;script>" in line and "nan \\| in" in line and "line" in line
     assert all(
         line.count(" | ") == 5 for line in text.splitlines() if line.startswith("| UNO")

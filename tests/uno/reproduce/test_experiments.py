@@ -113,9 +113,9 @@ def test_rows_share_their_pretraining(name):
     between seeds.
     """
     todo, others = plan(name, seeds=2), OTHERS.get(name, set())
-    shared = {cell.pretraining for cell in todo if cell.row.key not in others}
+    shared = {cell.start for cell in todo if cell.row.key not in others}
     assert len(shared) == 2
-    assert {cell.row.key for cell in todo if cell.pretraining not in shared} == others
+    assert {cell.row.key for cell in todo if cell.start not in shared} == others
 
 
 @pytest.mark.parametrize("name", ["sota", "task-agnostic", "unknown-k", "num-novel"])

@@ -73,16 +73,17 @@ def test_failed_and_missing_cells_are_told_apart(tmp_path):
     """Kills: a failed seed that is silently left out of the mean, seeds compared
     that only one row has.
     """
-    lost = ("cells/digits-no-concat-seed1", "cells/digits-no-concat-seed2")
-    failed = {lost[0]: "loss is nan", "cells/other": "?"}
-    results = finished(tmp_path, small("ablation"), 3, accuracy, lost, failed)
-    assert results.failures == {lost[0]: "loss is nan"} and results.missing == [lost[1]]
+    lost = {("no-concat", 1): "loss is nan", ("no-concat", 2): ""}
+    results = finished(tmp_path, small("ablation"), 3, accuracy, lost)
+    ((failed, reason),), (missing,) = results.failures.items(), results.missing
+    assert "no-concat-seed1" in failed and reason == "loss is nan"
+    assert "no-concat-seed2" in missing
     concat = [line for line in results.find(row="no-concat") if "effect" in line]
     assert {
         (*line["seeds"], line["effect_n"], line["effect_sd"]) for line in concat
     } == {(0, 1, None)}
-    path = tmp_path / "cells" / "digits-uno-seed0" / "metrics.json"
-    path.write_text("{")  # a damaged result is named
     todo, _ = cells(small("ablation"), 1, {}, {})
+    path = tmp_path / todo[0].name / "metrics.json"
+    path.write_text("{")  # a damaged result is named
     with pytest.raises(ConfigError, match=str(path)):
         summary.read(small("ablation"), todo, tmp_path, {}, {}, {}, {})

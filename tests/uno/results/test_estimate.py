@@ -100,8 +100,6 @@ def test_finds_the_number_of_separated_classes(estimate, tmp_path, num_novel):
     assert (
         max(curve[:num_novel]) <= curve[num_novel] > max(0.99, *curve[num_novel + 1 :])
     )
-    assert found.sizes["clusters"][found.sizes["ratios"].index(0.3)] == num_novel
-    assert found.dtc["k"] == found.dtc["num_novel"] == num_novel
     assert len(found.splits) == 2
     for split in found.splits:
         assert sorted(split["pretrain"] + split["probe"]) == list("abcdef")
@@ -271,46 +269,9 @@ def test_scores_of_one_k():
         )
 
     right = scores(2)
-    assert [role["anchors"] for role in right] == list(
-        itertools.combinations(range(4), 2)
-    )
-    assert all(role["f1"] == role["acc"] == 1 and role["cvi"] > 0.5 for role in right)
-    assert all(role["sizes"] == [20, 20, 0, 0, 0, 0] for role in right)
-    assert all(role["f1"] < 0.95 for role in scores(0))
+    assert right == [1.0] * 6
+    assert max(scores(0)) < 0.95
     assert scores(2) == right
-
-
-@pytest.mark.parametrize(("ratio", "counted"), [(0.01, 3), (0.3, 2)])
-def test_the_last_step_of_dtc_counts_clusters(ratio, counted):
-    """DTC, step 5, at k* = ceil((2 + 3) / 2). Kills: clusters at our own k, k*
-    itself, no ratio.
-    """
-    curves = {
-        "f1": (0.1, 0.9, 0.2, 0.1),
-        "acc": (0.5, 0.6, 0.8, 0.1),
-        "cvi": (0.1, 0.1, 0.2, 0.3),
-    }
-    sizes = [[9], [9, 1], [5, 4], [100, 50, 2, 1, 0]]
-    scores = {
-        (0, k): [
-            {
-                "anchors": (2,),
-                "sizes": sizes[k],
-                **{name: curves[name][k] for name in curves},
-            }
-        ]
-        for k in range(4)
-    }
-    settings = replace(QUICK, dtc_ratio=ratio)
-    found = estimating._combine(
-        [Split((0, 1), (2, 3))], [0, 1, 2, 3], scores, "abcd", settings, ""
-    )
-    assert found.num_novel == 1 and found.dtc == {
-        "k_acc": 2,
-        "k_cvi": 3,
-        "k": 3,
-        "num_novel": counted,
-    }
 
 
 def test_interval_and_suggestion():
