@@ -320,7 +320,7 @@ KINDS = {
         read_yaml,
     ),
     "classes.yaml": Kind(
-        lambda: [template(CLASSES, "0123456789abcdef", {}).encode()], read_classes
+        lambda: [template(CLASSES, "0123456789abcdef").encode()], read_classes
     ),
     "checkpoint": Kind(partial(files_of_run, "checkpoints/"), read_checkpoint),
     "checkpoint-summed": Kind(
