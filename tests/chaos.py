@@ -79,6 +79,8 @@ def main() -> int:
     parser.add_argument("--moments", type=int, default=1, help="of each kind of kill")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    # the cluster ends with this process
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     chance, num_faults = random.Random(options.seed), 0
     with tempfile.TemporaryDirectory() as name, head(CPUS) as nodes:
         nodes.join(CPUS)
