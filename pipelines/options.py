@@ -314,8 +314,8 @@ def parse(argv: Sequence[str], command: Command) -> Options:
             if name and flags[name].takes_numbers:
                 value = NUMBERS.validate_python(value)
             if name in arguments:
-                takes_many = flags[name].most_words == MANY
-                own[name] = [*own.get(name, []), *value] if takes_many else value
+                is_repeated = name in own and flags[name].most_words == MANY
+                own[name] = own[name] + value if is_repeated else value
             elif name and name != "--config":
                 line[flags[name].key] = value
     except ConfigError:
