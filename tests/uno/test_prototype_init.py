@@ -85,17 +85,6 @@ def test_a_novel_pile_has_novel_clusters_alone():
     assert torch.equal((unit @ start.centers.T).argmax(dim=1), start.assignment)
 
 
-def test_a_seed_says_it_all_and_permuted_rows_change_nothing():
-    """Kills: global randomness; clusters by the position of rows."""
-    points, truth, labeled = blobs(noise=0.6)
-    given = points[labeled], truth[labeled], 4, "gcd", 3
-    first = cluster_features(points[~labeled], *given)
-    torch.manual_seed(5)
-    np.random.seed(5)
-    second = cluster_features(points[~labeled], *given)
-    assert all(map(torch.equal, first, second))
-
-
 def test_a_start_from_the_free_rows_beats_centers_drawn_one_by_one():
     """The sum of squares, which both minimize. Kills: known clusters that keep the
     center of their rivals.
