@@ -1,6 +1,5 @@
 """The scikit-learn estimator, on data whose classes are known."""
 
-import joblib
 import numpy as np
 import pandas as pd
 import pytest
@@ -142,16 +141,6 @@ def test_a_pipeline_a_search_and_named_output_work(blobs):
     assert len(frame) == len(features)
     search = GridSearchCV(clone(model), {"n_novel": [2, 3]}, cv=2)
     assert search.fit(features, labels).best_params_["n_novel"] in (2, 3)
-
-
-def test_a_stored_model_predicts_the_same(blobs, tmp_path):
-    features, classes = blobs
-    model = NovelClassDiscovery(3).fit(features, hide_from(classes, 3))
-    joblib.dump(model, tmp_path / "model.joblib")
-    stored = joblib.load(tmp_path / "model.joblib")
-    np.testing.assert_array_equal(
-        stored.predict_proba(features), model.predict_proba(features)
-    )
 
 
 def test_two_parts_of_one_class_are_named():
