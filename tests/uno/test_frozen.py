@@ -15,7 +15,6 @@ from uno.clustering.frozen import (
     fit_whitening,
     measure_agreement,
     merge_clusters,
-    size_variation,
 )
 from uno.clustering.kmeans import FREE
 from uno.clustering.neighbors import (
@@ -86,13 +85,6 @@ def test_as_many_novel_classes_as_asked_for(gcd, num_known, num_novel, sizes):
     torch.testing.assert_close(lengths, torch.ones_like(lengths))
 
 
-def test_the_same_seed_finds_the_same():
-    points, truth = features()
-    once, again = (solve(points, truth, 6, 4, True, seed=3)[0] for _ in "ab")
-    assert torch.equal(once.prototypes, again.prototypes)
-    assert torch.equal(once.agreement, again.agreement)
-
-
 def test_large_classes_are_not_divided_where_sizes_differ():
     """Two classes of 300 rows beside three of 12: k-means divides the large ones."""
     sizes = [200, 20, 30, 150, 300, 12, 300, 12, 12]
@@ -103,12 +95,6 @@ def test_large_classes_are_not_divided_where_sizes_differ():
     clustering = Clustering.of(unit, torch.full((len(unit),), FREE), 5, False)
     plain = accuracy(novel, clustering.partition(KMEANS, 5, 10, 0))
     assert merged > 0.95 and merged > plain
-
-
-def test_size_variation_is_that_of_known_classes():
-    labels = torch.tensor([0] * 10 + [1] * 30 + [FREE] * 50)
-    assert size_variation(labels) == pytest.approx(0.5)
-    assert size_variation(torch.tensor([0, 0, 1, 1, FREE])) == 0
 
 
 @pytest.mark.parametrize("num_known", [0, 6])

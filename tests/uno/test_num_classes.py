@@ -5,12 +5,12 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
+from benchmarks.numbers import fit_model
 from uno.clustering.kmeans import FREE
 from uno.clustering.num_classes import (
     Model,
     estimate_num_classes,
     find_signs,
-    fit_model,
     hidden_classes,
     rows_to_count,
     shortest_interval,
