@@ -60,8 +60,8 @@ def compute_on_ray(
         Interrupted: ``give_up`` returned True.
     """
     config, reader = job.config, job.task.rows.images.reader()
-    plan, encoder = (
-        (encoder.plan, encoder.encoder)
+    precision, encoder = (
+        (encoder.precision, encoder.encoder)
         if isinstance(encoder, Runtime)
         else (None, encoder)
     )
@@ -76,7 +76,7 @@ def compute_on_ray(
     task_rows = features.CHUNK_ROWS * max(1, min(TASK_CHUNKS, per_task))
     starts = range(0, len(rows), task_rows)
     blocks = (make_block(job, rows, start, start + task_rows) for start in starts)
-    loaded = (ray.put((to_dict(config), safetensors.torch.save(state), plan)),)
+    loaded = (ray.put((to_dict(config), safetensors.torch.save(state), precision)),)
     encoded = map_through_model(
         ray,
         config,
@@ -170,14 +170,14 @@ class Featurizer:
         threads: The number of batches of rows that are encoded at once, one thread
             each.
         shared: The reference to the configuration as a dict, the weights as a
-            safetensors file, and the :class:`~uno.encoders.runtimes.Plan` of a faster
-            CPU runtime, or None.
+            safetensors file, and the precision in which OpenVINO computes the encoder,
+            or None for PyTorch.
     """
 
     def __init__(self, device: str, threads: int, shared: Any) -> None:
         import ray
 
-        tree, weights, plan = ray.get(shared)
+        tree, weights, precision = ray.get(shared)
         self._config, self._threads = Config.model_validate(tree), threads
         encoder = build_encoder(self._config.model)
         encoder.load_state_dict(safetensors.torch.load(weights))
@@ -187,8 +187,8 @@ class Featurizer:
             .to(device)
             .to(memory_format=torch.channels_last)
         )
-        here = plan is not None and torch.device(device).type == "cpu"
-        self._encoder = Runtime(encoder, plan, threads) if here else encoder
+        here = precision is not None and torch.device(device).type == "cpu"
+        self._encoder = Runtime(encoder, precision, threads) if here else encoder
 
     def __call__(self, block: pa.Table) -> pa.Table:
         """Encode the images of a table of :func:`decode_block`.

@@ -5,19 +5,15 @@ rules of :mod:`pipelines.failures` end a run that no other group could continue.
 driver learns what happens by :class:`Messages`.
 """
 
-import hashlib
 import logging
 import os
-import socket
-import tempfile
 import threading
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +23,7 @@ from pipelines import nodes, ray_data, ray_env, workarounds
 from pipelines.features import compute_on_ray
 from uno.config import Config, override, to_dict
 from uno.data.decode import Decoding, ok_mask
-from uno.data.files import Storage, join, split
+from uno.data.files import Storage, join
 from uno.data.memory import keep_pixels
 from uno.distributed import GroupWorker
 from uno.errors import Interrupted, one_line
@@ -46,21 +42,6 @@ from uno.session.data import (
 from uno.session.resources import store_bytes, trains_on_features
 from uno.session.run import Run
 
-TRACES, TRACE = "nccl", "rank_"
-GAUGES = {
-    "loss": "Training loss.",
-    "images_per_s": "Images a second of all ranks.",
-    "data_wait": "Share of the time in which a rank waited for streamed data.",
-    "step_ms": "Milliseconds of a step.",
-    "rank_ms": "Milliseconds of the rank's own part of a step.",
-    "rank_ms_min": "The least rank_ms of all ranks.",
-    "rank_ms_median": "The median rank_ms of all ranks.",
-    "rank_ms_max": "The largest rank_ms of all ranks.",
-    "slow_rank": "The rank that others wait for.",
-    "images_per_s_per_device": "Images a second of a rank.",
-    "grad_norm": "Norm of the gradient.",
-    "peak_memory_gb": "Largest memory of the fullest GPU so far, in GB.",
-}
 # Looking for a notice of preemption is a barrier of all ranks, which takes 3 ms.
 PREEMPTION_STEPS = 50
 
@@ -146,18 +127,14 @@ class RayWorker(GroupWorker):
         context = ray.train.get_context()
         self.rank, self.world_size = context.get_world_rank(), context.get_world_size()
         self.device, self._storage = ray.train.torch.get_device(), storage
-        self._gauges = Gauges(split(storage.uri)[1], self.rank)
         self._messages, self.preempted = messages, False
 
     def report(self, metrics: dict[str, Any]) -> None:
-        """Set this rank's gauges of Ray to a line of training metrics.
-
-        Rank 0 also sends the line to the driver.
+        """Send a line of training metrics to the driver, from rank 0.
 
         Args:
             metrics: The metrics by name, with ``phase``.
         """
-        self._gauges.set(metrics)
         if self.rank == 0 and self._messages is not None:
             self._messages.to_driver.put(("metrics", metrics))
 
@@ -185,45 +162,6 @@ class RayWorker(GroupWorker):
         The file is named ``STOP``.
         """
         return self._storage.exists(STOP_FILE)
-
-
-class Gauges:
-    """The metrics of one rank as Ray gauges, for Prometheus and Grafana.
-
-    Their names are ``ray_uno_...``, and they have the tags ``run``, ``phase`` and
-    ``rank``. Metrics that all ranks share are set by rank 0 only.
-
-    Args:
-        run: The name of the run.
-        rank: The number of this rank.
-    """
-
-    def __init__(self, run: str, rank: int) -> None:
-        from ray.util.metrics import Gauge
-
-        self._tags = {"run": run, "rank": str(rank)}
-        names = (
-            GAUGES
-            if rank == 0
-            else {name: text for name, text in GAUGES.items() if name.endswith("_ms")}
-        )
-        tags = ("run", "phase", "rank")
-        self._gauges = {
-            name: Gauge(f"uno_{name}", text, tag_keys=tags)
-            for name, text in names.items()
-        }
-
-    def set(self, metrics: Mapping[str, Any]) -> None:
-        """Set Ray's gauges of this rank to the numbers of a line of training metrics.
-
-        Args:
-            metrics: The metrics by name. Those without a gauge are ignored. ``phase``
-                becomes a tag.
-        """
-        for name in self._gauges.keys() & metrics.keys():
-            self._gauges[name].set(
-                metrics[name], {**self._tags, "phase": metrics["phase"]}
-            )
 
 
 def train_loop(loop: dict[str, Any]) -> dict[str, Any]:
@@ -255,8 +193,6 @@ def train_loop(loop: dict[str, Any]) -> dict[str, Any]:
     worker = RayWorker(storage, messages)
     neighbors = context.get_local_world_size()
     torch.set_num_threads(rank_threads(config, worker.device, neighbors))
-    if worker.device.type == "cuda" and context.get_local_rank() == 0:
-        collect_traces(storage)
     return train_rank(config, loop, worker, storage)
 
 
@@ -485,7 +421,6 @@ def run_workers(
             join(storage.uri, RAY_FOLDER),
             name,
             [EndWhenHopeless(partial(saved_steps, storage.uri), messages.to_driver)],
-            flight_recorder(storage) if device == "cuda" else None,
         ),
     )
     outcome = ray_env.in_thread(body, poll).return_value
@@ -514,12 +449,7 @@ def scaling(config: Config, resources: nodes.Resources) -> Any:
     )
 
 
-def run_config(
-    folder: str,
-    name: str,
-    callbacks: Sequence[Any],
-    variables: Mapping[str, str] | None = None,
-) -> Any:
+def run_config(folder: str, name: str, callbacks: Sequence[Any]) -> Any:
     """Return a RunConfig of Ray Train with which failed groups are always replaced.
 
     One of the callbacks must end a run that cannot go on, see
@@ -530,7 +460,6 @@ def run_config(
             in ``folder/name``.
         name: The name of the run for Ray.
         callbacks: The callbacks of Ray Train.
-        variables: Environment variables of the workers, by name; None sets none.
     """
     import ray.train
 
@@ -540,60 +469,7 @@ def run_config(
         callbacks=list(callbacks),
         failure_config=ray.train.FailureConfig(max_failures=-1),
         logging_config=ray.train.LoggingConfig(log_level="CRITICAL"),
-        worker_runtime_env={"env_vars": dict(variables)} if variables else None,
     )
-
-
-def flight_recorder(storage: Storage) -> dict[str, str]:
-    """Return environment variables that make NCCL write traces after a timeout.
-
-    With them, PyTorch writes the last collectives of each rank to the file ``rank_N``
-    in the directory of :func:`traces_of`.
-
-    Args:
-        storage: The directory of the run.
-
-    Returns:
-        The values by the name of the variable. Variables that are set in this process
-        already are left out.
-    """
-    wanted = {
-        "TORCH_FR_BUFFER_SIZE": "2000",
-        "TORCH_FR_DUMP_ON_TIMEOUT": "1",
-        "TORCH_FR_DUMP_TEMP_FILE": os.path.join(traces_of(storage), TRACE),
-    }
-    return {name: value for name, value in wanted.items() if name not in os.environ}
-
-
-def traces_of(storage: Storage) -> str:
-    """Return the local directory into which NCCL writes its traces on each node.
-
-    It is ``nccl`` in a run directory on a file system. For a run directory on an object
-    store it is a temporary directory with a name made from the run's URI.
-
-    Args:
-        storage: The directory of the run.
-    """
-    if storage.is_local:
-        return storage.path(TRACES)
-    name = hashlib.sha256(storage.uri.encode()).hexdigest()[:12]
-    return os.path.join(tempfile.gettempdir(), f"uno-nccl-{name}")
-
-
-def collect_traces(storage: Storage) -> None:
-    """Make the directory for NCCL's traces on this node, see :func:`traces_of`.
-
-    If the run directory is on an object store, traces that an earlier group of workers
-    has left on this node are then moved to the folder ``nccl`` of the run directory.
-
-    Args:
-        storage: The directory of the run.
-    """
-    folder = Path(traces_of(storage))
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in () if storage.is_local else sorted(folder.glob(f"{TRACE}*")):
-        storage.write(f"{TRACES}/{file.name}-{socket.gethostname()}", file.read_bytes())
-        file.unlink()
 
 
 def fit(

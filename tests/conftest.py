@@ -2,7 +2,6 @@
 else runs without Ray.
 """
 
-import hashlib
 import os
 import shutil
 import signal
@@ -11,12 +10,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
+from uno.data import files
 from uno.session.console import in_main_thread
 
 # assertions are rewritten once, not in every process and run: 5 s each
@@ -25,6 +25,11 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 NUM_CPUS = 4  # logical; the machine may have two
 # a node whose agent finds it taken takes no jobs, for as long as it lives
 AGENT_PORT = 52365
+
+# The same inputs every time; ``--hypothesis-profile long`` tries many others.
+settings.register_profile("repeatable", deadline=None, derandomize=True)
+settings.register_profile("long", deadline=None, max_examples=1_000)
+settings.load_profile("repeatable")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -55,15 +60,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return LoadFileScheduling(config, log)
 
 
+@pytest.fixture(autouse=True)
+def no_connections_of_other_tests() -> None:
+    """No test sees what another one has stored in pyarrow's file system in memory."""
+    files._connect.cache_clear()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_cache_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """No test reads or writes the features that the user keeps; child processes
     inherit this.
     """
-    before = {"UNO_CACHE": os.environ.get("UNO_CACHE")}
-    _set({"UNO_CACHE": str(tmp_path_factory.mktemp("cache"))})
-    yield
-    _set(before)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("UNO_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -131,31 +141,15 @@ def ray_cluster() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
-def two(
-    request: pytest.FixtureRequest,
-    ray_cluster: Any,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Path:
-    """A finished ``uno demo``, that disturbed ones are compared with: two workers, 240
-    steps of discovery. Trained once for the same code and torch, and kept in pytest's
-    cache for the next lane.
+def two(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of two workers and 240 steps of discovery, that disturbed ones are
+    compared with.
     """
     from pipelines import cli
-    from tests.pipelines.small import LONG, ROOT
+    from tests.pipelines.small import LONG
 
-    code = hashlib.sha256(version("torch").encode())
-    for folder in ("uno", "pipelines", "tests"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            code.update(path.read_bytes())
-    assert request.config.cache is not None
-    kept = request.config.cache.mkdir("two") / code.hexdigest()[:16]
     output = tmp_path_factory.mktemp("two") / "run"
-    if kept.exists():
-        return Path(shutil.copytree(kept, output))
     assert cli.main(["demo", *LONG, "--output", str(output)]) == 0
-    shutil.rmtree(kept.parent)  # of earlier code
-    shutil.copytree(output, half := kept.with_suffix(".half"))
-    half.rename(kept)
     return output
 
 

@@ -47,27 +47,12 @@ def blocks(text: str, language: str = r"[\w{}-]*") -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.M | re.S)
 
 
-def commands(text: str, mark: str = "") -> list[list[str]]:
-    """The ``uno ...`` lines of all blocks that hold ``mark``, without comments,
-    continued lines joined.
-    """
-    lines = (
-        "\n".join(block for block in blocks(text) if mark in block)
-        .replace("\\\n", " ")
-        .splitlines()
-    )
+def commands(text: str) -> list[list[str]]:
+    """Return the words of the ``uno ...`` lines of all code blocks."""
+    lines = "\n".join(blocks(text)).replace("\\\n", " ").splitlines()
     return [
         shlex.split(line, comments=True) for line in lines if line.startswith("uno ")
     ]
-
-
-def table(name: str, start: str) -> list[list[str]]:
-    """The cells of a page's table whose first line starts with ``start``: its
-    titles, then its rows.
-    """
-    (found,) = re.findall(rf"^{re.escape(start)}.*\n(?:\|.*\n?)*", page(name), re.M)
-    head, _, *rows = found.splitlines()
-    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in (head, *rows)]
 
 
 def run_examples(name: str) -> int:

@@ -1,6 +1,5 @@
 """The processes of this machine, as /proc shows them."""
 
-import os
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -8,31 +7,27 @@ from typing import NamedTuple
 
 
 class Process(NamedTuple):
-    """One that runs; CPU seconds of its ended children, too."""
+    """A running process: the number of its parent, and its command."""
 
     parent: int
-    cpu: float
-    name: str
     words: list[str]
 
 
 def running() -> dict[int, Process]:
-    """Every process by its number."""
+    """Return every running process by its number."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has just ended
-            name, _, rest = (
-                (folder / "stat").read_text().partition("(")[2].rpartition(") ")
-            )
-            fields, words = rest.split(), (folder / "cmdline").read_text().split("\0")
-            cpu = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
-            if fields[0] != "Z":
-                found[int(folder.name)] = Process(int(fields[1]), cpu, name, words)
+            stat = (folder / "stat").read_text().rpartition(") ")[2]
+            state, parent, *_ = stat.split()
+            words = (folder / "cmdline").read_text().split("\0")
+            if state != "Z":
+                found[int(folder.name)] = Process(int(parent), words)
     return found
 
 
 def below(roots: Iterable[int], found: dict[int, Process]) -> dict[int, Process]:
-    """Those of ``found`` that are ``roots`` or descend from them."""
+    """Return the processes of ``found`` that are ``roots`` or descend from them."""
     ours = set(roots)
     while (
         more := {pid for pid, process in found.items() if process.parent in ours} - ours

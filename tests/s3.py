@@ -3,7 +3,6 @@
 The server notes every request before it answers, and can wait before each answer.
 """
 
-import json
 import socket
 import subprocess
 import sys
@@ -24,11 +23,11 @@ CREDENTIALS = {
 }
 
 
-def serve(port: int, latency_ms: float, log: str, host: str = "127.0.0.1") -> None:
+def serve(host: str, port: int, latency_ms: float, log: str) -> None:
     """Serve S3 until the process ends.
 
-    Every request is answered after ``latency_ms``, and appended to the file ``log`` as
-    one line of JSON: time, method, path, query, bytes of the answer.
+    Every request is appended to the file ``log`` as one line, its method and its path,
+    and answered after ``latency_ms``.
     """
     from moto.server import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import WSGIRequestHandler, make_server
@@ -40,34 +39,15 @@ def serve(port: int, latency_ms: float, log: str, host: str = "127.0.0.1") -> No
             """Nothing on the console."""
 
     s3 = DomainDispatcherApplication(create_backend_app)
-    with open(log, "a", buffering=1, encoding="utf-8") as notes:
 
-        def application(environ: dict[str, Any], start_response: Any) -> Any:
-            asked = (
-                environ["REQUEST_METHOD"],
-                environ["PATH_INFO"],
-                environ.get("QUERY_STRING", ""),
-            )
-            moment = time.time()
-            time.sleep(latency_ms / 1e3)
+    def answer(environ: dict[str, Any], start_response: Any) -> Any:
+        with open(log, "a", encoding="utf-8") as notes:
+            notes.write(f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}\n")
+        time.sleep(latency_ms / 1e3)
+        return s3(environ, start_response)
 
-            def answer(status: str, headers: list[tuple[str, str]], *more: Any) -> Any:
-                size = next(
-                    (
-                        int(value)
-                        for name, value in headers
-                        if name.lower() == "content-length"
-                    ),
-                    0,
-                )
-                notes.write(json.dumps([moment, *asked, size]) + "\n")
-                return start_response(status, headers, *more)
-
-            return s3(environ, answer)
-
-        make_server(
-            host, port, application, threaded=True, request_handler=Handler
-        ).serve_forever()
+    server = make_server(host, port, answer, threaded=True, request_handler=Handler)
+    server.serve_forever()
 
 
 @contextmanager
@@ -84,7 +64,7 @@ def store(
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "requests"
-        words = [str(port), str(latency_ms), str(log), host]
+        words = [host, str(port), str(latency_ms), str(log)]
         process = subprocess.Popen([sys.executable, __file__, *words])
         try:
             while not _answers(host, port):
@@ -106,26 +86,6 @@ def _answers(host: str, port: int) -> bool:
         return probe.connect_ex((host, port)) == 0
 
 
-def requests_of(log: Path) -> list[tuple[float, str, str]]:
-    """Return (time, method, path) of every request; a listing's path ends with its
-    prefix.
-    """
-    found = []
-    for line in log.read_text().splitlines():
-        moment, method, path, query, _ = json.loads(line)
-        prefix = query.partition("prefix=")[2].partition("&")[0].replace("%2F", "/")
-        found.append((moment, method, f"{path}/{prefix}" if prefix else path))
-    return found
-
-
-def bytes_read(log: Path) -> int:
-    """Return the bytes of all answers that hold an object or a part of one."""
-    lines = map(json.loads, log.read_text().splitlines())
-    return sum(
-        size for _, method, _, query, size in lines if method == "GET" and not query
-    )
-
-
 def make_bucket() -> None:
     """Create the bucket, as the client that the environment describes."""
     import pyarrow.fs
@@ -137,4 +97,4 @@ def make_bucket() -> None:
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3], sys.argv[4])
+    serve(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), sys.argv[4])

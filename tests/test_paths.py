@@ -2,14 +2,15 @@
 network, pretrained weights or Kubernetes can take them.
 """
 
-import csv
 import json
 import os
+import re
 import shlex
 import subprocess
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -17,13 +18,12 @@ import yaml
 from safetensors.torch import save_file
 
 from pipelines import cli
-from tests.pipelines.small import SMALL
+from tests.pipelines.small import ROOT, SMALL
 from tests.shapes import CORNERS, NEW, draw_photos
 from tests.uno.data.builders import cifar_files, publish_cifar, write_cifar
 from uno.config import Config, override
 from uno.encoders.build import build_encoder
 
-ROOT = Path(__file__).parent.parent
 PATHS = ROOT / "examples" / "paths"
 KNOWN = {*CORNERS} - {*NEW}
 
@@ -48,11 +48,6 @@ def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("UNO_CACHE", str(tmp_path / "cache"))
     return tmp_path
-
-
-@pytest.mark.parametrize("path", sorted(PATHS.iterdir()), ids=lambda path: path.stem)
-def test_every_path_is_a_script_that_the_shell_accepts(path):
-    subprocess.run(["sh", "-n", str(path)], check=True)
 
 
 def test_a_researcher_learns_the_cost_of_the_papers_table(
@@ -133,30 +128,17 @@ def test_a_platform_engineer_applies_the_job(tmp_path):
         )
         (tools / name).chmod(0o755)
     env = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}", "OUT": str(tmp_path)}
-    subprocess.run(
-        ["sh", str(PATHS / "kuberay.sh"), "registry/uno:1"],
-        cwd=ROOT,
-        env=env,
-        check=True,
-        input="",
-        text=True,
-    )
+    script = ["sh", str(PATHS / "kuberay.sh"), "registry/uno:1"]
+    subprocess.run(script, cwd=ROOT, env=env, check=True, stdin=subprocess.DEVNULL)
     calls = (tmp_path / "calls").read_text().splitlines()
-    done = [" ".join(call.split()[:2]) for call in calls]
-    assert done == [
-        "docker build",
-        "docker push",
-        "helm install",
-        "kubectl apply",
-        "kubectl logs",
+    assert [" ".join(call.split()[:2]) for call in calls] == [
+        *("docker build", "docker push", "helm install"),
+        *("kubectl apply", "kubectl logs"),
     ]
     claim, job = yaml.safe_load_all((tmp_path / "apply").read_text())
-    cluster = job["spec"]["rayClusterSpec"]
-    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
-    images = {
-        c["image"] for group in groups for c in group["template"]["spec"]["containers"]
-    }
-    assert images == {"registry/uno:1"} and claim["kind"] == "PersistentVolumeClaim"
+    assert claim["kind"] == "PersistentVolumeClaim"
+    images = re.findall(r"'image': '(.*?)'", str(job["spec"]["rayClusterSpec"]))
+    assert set(images) == {"registry/uno:1"}
     assert job["metadata"]["name"] in calls[-1]
 
 
@@ -187,40 +169,20 @@ def test_embeddings_of_another_tool_get_classes(tmp_path, monkeypatch):
     that get lost.
     """
     generator, truth = np.random.default_rng(0), np.repeat(np.arange(6), 40)
-    vectors = 4 * generator.normal(size=(6, 16))[truth] + generator.normal(
-        size=(240, 16)
-    )
+    centers = 4 * generator.normal(size=(6, 16))
+    vectors = centers[truth] + generator.normal(size=(240, 16))
     labels = [f"kind {c}" if c < 4 and i % 2 else None for i, c in enumerate(truth)]
     ids = [f"asset-{i}" for i in range(240)]
-    pq.write_table(
-        pa.table(
-            {"id": ids, "embedding": list(vectors.astype("float32")), "label": labels}
-        ),
-        "them.parquet",
-    )
+    embeddings = list(vectors.astype("float32"))
+    table = pa.table({"id": ids, "embedding": embeddings, "label": labels})
+    pq.write_table(table, "them.parquet")
     monkeypatch.setenv("FILE", "them.parquet")
     monkeypatch.setenv("NUM", "2")
+    small = ["--discover.epochs", "20", "--train.batch-size", "64"]
     for command in steps("embeddings"):
-        take(
-            command,
-            "--discover.epochs",
-            "20",
-            "--train.batch-size",
-            "64",
-            "--compute.threads",
-            "1",
-        )
-    rows = list(
-        csv.DictReader(
-            Path("runs/classes/predictions.csv").read_text("utf-8-sig").splitlines()
-        )
-    )
-    assert [row["id"] for row in rows] == ids
-    found = [
-        {row["class_name"] for row, c in zip(rows, truth, strict=True) if c == k}
-        for k in range(6)
-    ]
-    assert found[:4] == [{f"kind {c}"} for c in range(4)] and found[4] | found[5] == {
-        "novel-1",
-        "novel-2",
-    }
+        take(command, *small, "--compute.threads", "1")
+    rows = pd.read_csv("runs/classes/predictions.csv")
+    assert rows["id"].tolist() == ids
+    found = [set(rows["class_name"][truth == k]) for k in range(6)]
+    assert found[:4] == [{f"kind {c}"} for c in range(4)]
+    assert found[4] | found[5] == {"novel-1", "novel-2"}

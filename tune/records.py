@@ -115,7 +115,7 @@ class Trial:
         The score is an accuracy or an agreement, and is taken as the share of right
         rows among the ``rows`` rows that were scored. One right and one wrong row are
         added, so that the error of a perfect score is not 0 (Agresti & Coull 1998). The
-        error is 0 if the results have no ``rows``, as with the score ``loss``.
+        error is 0 before the first epoch has ended.
         """
         rows = self._last.get("rows", 0)
         share = (self.score * rows + 1) / (rows + 2)

@@ -232,7 +232,7 @@ class DataConfig(Section):
     value_range: Range | None = field(
         None,
         "Stored values that become black and white in gray images of more than 8 bits;"
-        " default: what the files declare, or percentiles of a sample.",
+        " default: percentiles of a sample.",
     )
     batch_sampling: Literal["proportional", "balanced"] = field(
         "proportional",
@@ -735,33 +735,20 @@ class TrainConfig(Section):
         flag="report-to",
         scope="run",
     )
-    profile: str | None = field(
-        None,
-        "START:END, steps of each phase that torch.profiler traces on rank 0:"
-        " RUN/profile.",
-        scope="run",
-    )
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
-        """Check the names of loggers in ``report_to``, and the form of ``profile``.
+        """Check the names of loggers in ``report_to``.
 
         Returns:
             The section itself, as pydantic requires.
 
         Raises:
-            ValueError: A name is unknown, or ``profile`` is not ``START:END`` with
-                START < END.
+            ValueError: A name is unknown.
         """
         if unknown := [name for name in self.loggers if name not in REPORTERS]:
             raise ValueError(
                 f"report_to takes {', '.join(REPORTERS)}, not {unknown[0]!r}"
-            )
-        if self.profile and not (
-            re.fullmatch(r"\d{1,9}:\d{1,9}", self.profile) and self.profiled
-        ):
-            raise ValueError(
-                f"profile must be START:END with START < END, not {self.profile!r}"
             )
         return self
 
@@ -773,15 +760,6 @@ class TrainConfig(Section):
                 name.strip() for name in self.report_to.split(",") if name.strip()
             )
         )
-
-    @property
-    def profiled(self) -> range:
-        """The numbers of the training steps to profile.
-
-        If the field ``profile`` is ``START:END``, they are START to END - 1. If it is
-        not set, there are none.
-        """
-        return range(*map(int, self.profile.split(":"))) if self.profile else range(0)
 
 
 class ComputeConfig(Section):
@@ -838,15 +816,10 @@ class ComputeConfig(Section):
         "Record UNO's training steps once and replay them as a CUDA graph: less work"
         " for the host; one worker.",
     )
-    encoder_runtime: Literal["torch", "openvino", "onnx"] = field(
+    encoder_runtime: Literal["torch", "openvino"] = field(
         "torch",
         "What computes frozen features and predictions on CPUs.",
         commands="predict",
-    )
-    detect_anomaly: bool = field(
-        False,
-        "Stop at the first NaN in a backward pass and name the operation"
-        " (torch.autograd); slow.",
     )
     threads: int | None = field(
         None,

@@ -1,4 +1,4 @@
-"""The training loop: schedule, checkpoints, roll-back, metrics, timing and profile.
+"""The training loop: schedule, checkpoints, roll-back, metrics and timing.
 
 Plain processes, torchrun ranks, Ray workers and Tune trials all run :func:`fit`.
 """
@@ -6,8 +6,6 @@ Plain processes, torchrun ranks, Ray workers and Tune trials all run :func:`fit`
 import ctypes
 import logging
 import math
-import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -36,8 +34,6 @@ from uno.text import plural
 MAX_SKIPPED_STEPS = 3  # steps with non-finite gradients before a roll-back
 REPORT_S = 10.0  # seconds after which a step between two lines is reported
 SLOW_RANK = 1.3  # a rank that needs more than this times the median is named
-PROFILE_FOLDER = "profile"
-NUM_OPERATORS = 20  # rows in the table of a profile
 
 log = logging.getLogger(__name__)
 
@@ -236,13 +232,10 @@ def fit(
     save_every = config.train.checkpoint_every_epochs * phase.steps_per_epoch
     health, timer = Health(state), StepTimer(state, batches)
     last_report = saved_at = time.monotonic()
-    profiled = config.train.profiled if worker.rank == 0 else range(0)
-    profiled = range(max(profiled.start, state.step), profiled.stop)
     state.model.train()
-    with ExitStack() as stack, ExitStack() as profile:
+    with ExitStack() as stack:
         stack.callback(timer.close)
         stack.enter_context(keep_freed_memory(worker.device))
-        stack.enter_context(_detect_anomalies(config, phase, state))
         journal = stack.enter_context(
             Journal(storage if worker.rank == 0 else None, phase.name, state.step)
         )
@@ -255,10 +248,6 @@ def fit(
                     save()
                 at = f"{phase.name} step {state.step} of {phase.last_step}"
                 raise Interrupted(f"stopped at {at}; resume with the same command")
-            if profiled and state.step in (profiled.start, profiled.stop):
-                profile.close()
-                if state.step == profiled.start:
-                    profile.enter_context(write_profile(phase.name, worker, storage))
             lr = phase.lr(state.step)
             timer.begin_step()
             phase.step(state, batches(state.step), config, lr)
@@ -610,72 +599,6 @@ class StepTimer:
         if self._step_start is not None:
             self._own_s += time.perf_counter() - self._step_start
             self._step_start = None
-
-
-@contextmanager
-def _detect_anomalies(
-    config: Config, phase: Phase, state: TrainState
-) -> Iterator[None]:
-    """Turn on PyTorch's anomaly detection in a ``with`` block of training.
-
-    It is on if ``compute.detect_anomaly`` is set. PyTorch then stops at the first
-    backward pass that returns a NaN.
-
-    Args:
-        config: The configuration of the run.
-        phase: The phase that is trained, for the error message.
-        state: The state of training, which has the number of the step.
-
-    Raises:
-        NumericsError: ``compute.detect_anomaly`` is set, and a backward pass met a NaN.
-    """
-    try:
-        with torch.autograd.set_detect_anomaly(config.compute.detect_anomaly):
-            yield
-    except RuntimeError as error:
-        if not config.compute.detect_anomaly or "returned nan values" not in str(error):
-            raise
-        raise NumericsError(
-            f"{phase.name} step {state.step}: {one_line(error)}"
-        ) from None
-
-
-@contextmanager
-def write_profile(phase: str, worker: Worker, storage: Storage) -> Iterator[None]:
-    """Profile the training steps of a ``with`` block, and write the result files.
-
-    The files are ``profile/PHASE.json``, a trace for Perfetto; ``profile/PHASE.txt``,
-    PyTorch's table of the operators that took most time; and on CUDA
-    ``profile/PHASE.pickle``, a snapshot of the memory for pytorch.org/memory_viz. None
-    is written if the block raises an exception.
-
-    Args:
-        phase: The name of the phase.
-        worker: The worker that trains.
-        storage: The run directory.
-    """
-    kinds, memory = [torch.profiler.ProfilerActivity.CPU], torch.cuda.memory
-    on_cuda = worker.device.type == "cuda"
-    if on_cuda:
-        kinds.append(torch.profiler.ProfilerActivity.CUDA)
-        memory._record_memory_history(max_entries=100_000)
-    with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, phase)
-        try:
-            with torch.profiler.profile(activities=kinds) as profiler:
-                yield
-            if on_cuda:
-                memory._dump_snapshot(f"{path}.pickle")
-        finally:
-            if on_cuda:
-                memory._record_memory_history(enabled=None)
-        profiler.export_chrome_trace(f"{path}.json")
-        column = f"self_{'device' if on_cuda else 'cpu'}_time_total"
-        table = profiler.key_averages().table(column, row_limit=NUM_OPERATORS)
-        storage.write(f"{PROFILE_FOLDER}/{phase}.txt", table.encode())
-        for name in os.listdir(folder):
-            with open(os.path.join(folder, name), "rb") as file:
-                storage.write(f"{PROFILE_FOLDER}/{name}", file.read())
 
 
 @contextmanager

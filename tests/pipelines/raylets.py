@@ -266,6 +266,10 @@ class Command:
         """SIGTERM."""
         self._process.terminate()
 
+    def kill(self) -> None:
+        """SIGKILL."""
+        self._process.kill()
+
     def end(self, seconds: float = 200) -> int:
         """Its exit code; it is killed if that takes longer."""
         limit = time.monotonic() + seconds

@@ -99,6 +99,8 @@ def assert_agree(run: Path) -> None:
     calls = {
         c.index: dropped if c.into is None else (c.name, c.kind) for c in model.classes
     }
+    labels = [task.known[i] if i >= 0 else None for i in task.labels]
+    assert table["label"].to_pylist() == labels
     index = table["class_index"].to_pylist()
     named = zip(table["class_name"].to_pylist(), table["kind"].to_pylist(), strict=True)
     assert list(named) == [calls[i] for i in index]

@@ -14,8 +14,8 @@ import safetensors.torch
 import torch
 
 from pipelines import cli, commands
-from pipelines.backend import ray_tasks
 from pipelines.options import parse
+from pipelines.tasks import run_tasks
 from uno.clustering import num_classes
 from uno.config import override
 from uno.data.columns import make_labels
@@ -238,7 +238,7 @@ def test_ray_gives_the_same_estimate(tmp_path, ray_cluster):
     errors wrapped by Ray.
     """
     assert run(tmp_path / "here") == run(tmp_path / "ray", workers=2)
-    tasks = partial(ray_tasks, ray_cluster, 2, {"num_cpus": 1})
+    tasks = partial(run_tasks, ray_cluster, 2, {"num_cpus": 1})
     assert dict(tasks(_double, (100,), range(7))) == {i: 100 + 2 * i for i in range(7)}
     with pytest.raises(ConfigError, match=r"^as raised there$"):
         list(tasks(_double, (0,), ["fail"]))

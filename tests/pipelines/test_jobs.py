@@ -2,13 +2,11 @@
 function.
 """
 
-import mmap
 import os
 import socket
 import sys
 import time
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -304,38 +302,6 @@ def test_images_stay_in_rays_store_as_long_as_they_are_used(
     assert events == [("closed", streams)]
 
 
-def test_the_last_collectives_of_a_hang_are_in_the_run(tmp_path, monkeypatch):
-    """Kills: traces on a disk that is gone with its node, a directory that NCCL does
-    not make, a user's own variable overruled, names that torch does not read.
-    """
-    monkeypatch.delenv("TORCH_FR_BUFFER_SIZE", raising=False)
-    here, there = Storage(str(tmp_path / "run")), Storage("mock:///run")
-    monkeypatch.setattr(train.tempfile, "gettempdir", lambda: str(tmp_path))
-    for storage in (here, there):
-        place = Path(train.flight_recorder(storage)["TORCH_FR_DUMP_TEMP_FILE"])
-        train.collect_traces(storage)
-        place.with_name(place.name + "1").write_bytes(b"trace")
-        train.collect_traces(storage)
-    assert (tmp_path / "run/nccl/rank_1").read_bytes() == b"trace"
-    (name,) = there.list("nccl")
-    assert (
-        name.startswith("rank_1-")
-        and there.read(f"nccl/{name}") == b"trace"
-        and not place.exists()
-    )
-    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "5")
-    assert "TORCH_FR_BUFFER_SIZE" not in train.flight_recorder(here)
-    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    if library.exists():
-        with (
-            library.open("rb") as file,
-            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as code,
-        ):
-            assert all(
-                code.find(name.encode()) > 0 for name in train.flight_recorder(there)
-            )
-
-
 @pytest.mark.parametrize(
     ("device", "loading", "threads", "expected"),
     [
@@ -354,37 +320,3 @@ def test_threads_of_a_rank_leave_cores_to_ray_data(
     monkeypatch.setattr("uno.runs.hardware.available_cpus", lambda: 8)
     config = override(Config(), {"data.loading": loading, "compute.threads": threads})
     assert train.rank_threads(config, torch.device(device), 2) == expected
-
-
-def test_the_numbers_of_a_rank_are_rays_metrics(monkeypatch):
-    """Kills: a number of all ranks that Grafana adds up, gauges without the run and the
-    rank, lines that have no number taken for zeros.
-    """
-    import ray.util.metrics
-
-    seen = []
-
-    class Gauge:
-        def __init__(self, name, text, tag_keys):
-            self.name, self.keys = name, tag_keys
-
-        def set(self, value, tags):
-            seen.append((self.name, value, *(tags[key] for key in self.keys)))
-
-    monkeypatch.setattr(ray.util.metrics, "Gauge", Gauge)
-    line = {"phase": "discover", "lr": 0.1} | dict.fromkeys(train.GAUGES, 0.5)
-    for rank in (0, 1):
-        train.Gauges("a-run", rank).set(line)
-        train.Gauges("a-run", rank).set({"phase": "discover", "step": 7})
-    expected = [(f"uno_{name}", 0.5, "a-run", "discover", "0") for name in train.GAUGES]
-    own = [
-        (name, 0.5, "a-run", "discover", "1") for name in ("uno_step_ms", "uno_rank_ms")
-    ]
-    assert sorted(seen) == sorted(expected + own)
-    assert train.GAUGES.keys() >= {
-        "data_wait",
-        "rank_ms_median",
-        "slow_rank",
-        "grad_norm",
-        "peak_memory_gb",
-    }

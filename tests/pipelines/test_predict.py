@@ -9,7 +9,6 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -29,8 +28,9 @@ from uno.config import override
 from uno.data.files import Storage
 from uno.data.images import InMemory
 from uno.data.sources import read_digits
+from uno.errors import Interrupted
 from uno.presets import preset
-from uno.results.infer import load_classifier, read_model_files
+from uno.results.infer import decoder, load_classifier, read_model_files, sample_logits
 from uno.results.predictions import FOLDER, read_columns
 from uno.session import configure
 from uno.session.backend import LocalBackend, choose_backend
@@ -97,34 +97,41 @@ def test_overwritten_images_are_predicted_again(run, tmp_path, caplog, kind):
     )
 
 
-def test_rows_are_computed_here_if_workers_cannot(run, monkeypatch, caplog):
-    """If nodes are lost, or if only this machine has the files. Kills: a report that
-    fails because of the cluster.
+def test_workers_of_a_cluster_look_at_samples(run, monkeypatch, caplog):
+    """The rows keep their order. This machine computes if nodes are lost, or if only it
+    has the files. Tasks are called in this process.
     """
 
-    class LostError(Exception):
-        pass
+    def run_here(ray, workers, request, function, shared, items):
+        return [(i, function(*shared, item)) for i, item in enumerate(items)]
 
-    def lost(*_):
-        raise LostError
+    def lose(*_):
+        raise Interrupted("tasks keep dying")
 
-    def without_files(ray, config, blocks, decode, model, loaded, *sizes):
-        actor = model("cpu", 1, *loaded)
-        return [actor(decode(block)) for block in blocks]
-
-    errors = SimpleNamespace(RayError=LostError)
-    ray = SimpleNamespace(exceptions=errors, put=lambda x: x, get=lambda x: x)
-    monkeypatch.setitem(sys.modules, "ray", ray)
-    monkeypatch.setattr(ray_env, "connect", lambda: nullcontext(ray))
+    request = {"num_cpus": 1, "num_gpus": 0}
+    monkeypatch.setattr(ray_env, "connect", nullcontext)
+    monkeypatch.setattr(predict, "wait_for_task", lambda *_: request)
+    monkeypatch.setattr(predict, "threads_of_actor", lambda *_: 1)
+    monkeypatch.setattr(predict, "run_tasks", run_here)
     monkeypatch.setattr(ray_env, "cluster_address", lambda: "a cluster")
-    storage = Storage(str(run))
-    config = load_classifier(storage).config
+    storage, rows, numbers = Storage(str(run)), read_digits(), np.arange(1796, 1000, -1)
+    model, workers = load_classifier(storage), backend.RayBackend()
+    expected = sample_logits(model, decoder(model, rows, 1), numbers, 500)
+    config = override(model.config, {"compute.num_workers": 2})
+    monkeypatch.setattr(LocalBackend, "decoder", lambda *_: pytest.fail)
+    index, found = sample_logits(
+        model, workers.decoder(Run(config, storage, workers), model), numbers, 500
+    )
+    assert (index == expected[0]).all()
+    for ours, theirs in zip(found, expected[1], strict=True):
+        assert ours is theirs is None or torch.allclose(ours, theirs, atol=1e-5)
+
     files, images = read_model_files(storage), InMemory(["/no/such.png"])
     how = config, files, images, lambda batches: (len(batches), "here")
-    for number, workers in enumerate((lost, without_files), 1):
-        monkeypatch.setattr(predict, "map_through_model", workers)
-        assert predict.encode_on_ray(*how, [np.arange(1)] * 2) == (2, "here")
-        assert caplog.text.count("this machine computes") == number
+    assert predict.encode_on_ray(*how, [np.arange(1)]) == (1, "here")
+    monkeypatch.setattr(predict, "run_tasks", lose)
+    assert predict.encode_on_ray(*how, [np.arange(1)] * 2) == (2, "here")
+    assert caplog.text.count("this machine computes") == 2
 
 
 class Workers(LocalBackend):
@@ -291,6 +298,7 @@ def test_classes_from_first_look_to_predictions(run, capsys):
     uno("classes", run, "--apply")  # nothing was edited
     assert table_of(run).to_pandas().equals(before)
 
+    uno("export", run, "--format", "csv")
     edit(run, c5={"name": "sevens"})
     uno("classes", run)
     assert "is valid" in capsys.readouterr().out
@@ -299,6 +307,9 @@ def test_classes_from_first_look_to_predictions(run, capsys):
     after = table_of(run).to_pandas()
     assert after["class_name"].equals(before["class_name"].replace("novel-1", "sevens"))
     assert after.drop(columns="class_name").equals(before.drop(columns="class_name"))
+    with (run / "predictions.csv").open(encoding="utf-8-sig") as file:
+        names = [row["class_name"] for row in csv.DictReader(file)]
+    assert names == after["class_name"].tolist()
 
     edit(
         run,

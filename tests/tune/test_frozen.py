@@ -122,10 +122,7 @@ def test_trials_and_later_sweeps_share_features_that_are_computed_once(
     "score",
     [
         "folds",
-        *(
-            pytest.param(s, marks=pytest.mark.release)
-            for s in ("loss", "agreement", "oracle")
-        ),
+        *(pytest.param(s, marks=pytest.mark.release) for s in ("agreement", "oracle")),
     ],
 )
 def test_every_score_is_one_of_features(tmp_path, score):

@@ -4,9 +4,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
-
-from uno.training import keep_freed_memory
 
 GLIBC = hasattr(ctypes.CDLL(None), "malloc_trim")
 CHILD = """
@@ -44,11 +41,3 @@ def test_steps_ask_for_their_pages_once():
     plain, other, kept = map(int, found.stdout.split())
     pages = 10 * 2**26 // resource.getpagesize()
     assert plain >= pages and other >= pages and kept < 0.3 * pages
-
-
-def test_an_error_inside_is_raised():
-    with (
-        pytest.raises(ValueError, match="mine"),
-        keep_freed_memory(torch.device("cpu")),
-    ):
-        raise ValueError("mine")

@@ -20,7 +20,7 @@ from tests.uno.pictures import (
     seeded,
     view,
 )
-from uno.augment import apply, augment, eval_view
+from uno.augment import augment, eval_view
 from uno.config import AugmentConfig, ViewConfig
 from uno.presets import preset
 
@@ -106,19 +106,6 @@ def test_views_of_the_presets(name, recipe):
         for b in views[:i]
         if a.shape == b.shape
     )
-
-
-def test_views_are_the_rows_of_apply():
-    """Kills: views of different images mixed, view 0 and 1 exchanged between images."""
-    config = AugmentConfig(large=EVERYTHING.model_copy(update=dict(num_views=3)))
-    images = photos(10)
-    views = augment(images, config, seeded(2), *PLAIN)
-    flat = apply(images, draw(config.large, 30, 32, 2), config.large)
-    torch.testing.assert_close(
-        torch.stack(views, dim=1).flatten(0, 1), flat, atol=0, rtol=0
-    )
-    one = view(images[:1].expand(30, -1, -1, -1), config.large, 2)
-    assert torch.equal(one[:3], flat[:3])
 
 
 def test_only_the_generator_decides():

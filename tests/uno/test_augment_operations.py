@@ -15,7 +15,6 @@ from tests.uno.pictures import (
     per_row,
     photos,
     uniform,
-    view,
 )
 from uno import augment as color
 from uno.augment import affine, apply, blur, crop_weights, resample
@@ -86,26 +85,6 @@ def test_crop_after_padding_copies_pixels():
         apply(images, draws, config), expected / 255, atol=1e-7, rtol=0
     )
     assert places.min() == 0 and places.max() == 8  # both ends of the range occur
-
-
-@pytest.mark.parametrize("crop", ["none", "pad", "resized", "pad_or_resized"])
-def test_flip(crop):
-    """Kills: a flip at probability 0, no flip at 1, vertical flip, flip of the box
-    in place of the pixels.
-    """
-    images = photos(64)
-    off = ViewConfig(
-        size=20 if crop == "resized" else 32, crop=crop, flip=0, jitter=0, grayscale=0
-    )
-    plain, mirrored = (
-        view(images, off.model_copy(update=dict(flip=p))) for p in (0.0, 1.0)
-    )
-    torch.testing.assert_close(mirrored, plain.flip(3), atol=1e-6, rtol=0)
-    assert (mirrored - plain).abs().mean() > 0.02
-    ramp = torch.arange(32, dtype=torch.uint8).mul(7).add(30).expand(64, 3, 32, 32)
-    result = view(ramp, off, 3)
-    rising = result.diff(dim=3).sum(dim=3)[result.amin(dim=3) > 0] > 0
-    assert rising.all()  # brighter to the right, as before
 
 
 def test_affine_equals_torchvision():

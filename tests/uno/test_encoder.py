@@ -258,7 +258,6 @@ def test_callables_give_one_vector_an_image(what, num_features):
             r": torchvision has no 'resnet19'; did you mean torchvision:resnet",
         ),
         ("torchvision:fasterrcnn_resnet50_fpn", r"torchvision has no 'fasterrcnn"),
-        ("torchvision:googlenet", r"returns several outputs; choose another$"),
         (
             "torchvision:squeezenet1_0",
             r"does not end in a linear classifier; choose another$",

@@ -232,17 +232,6 @@ def test_full_precision_under_autocast():
         )
 
 
-def test_a_view_never_teaches_itself():
-    """Kills: the diagonal kept, v and w exchanged."""
-    known, novel, labels = problem(2, 0, 4, 2, 3, 1)
-    targets = pseudo_labels(novel, 0.05, 3).clone()
-    targets[1] = 0  # view 1 teaches nothing, so view 0 learns nothing
-    novel.requires_grad_()
-    discovery_loss(known, [novel], labels, [targets], 0.1).sum().backward()
-    assert (novel.grad[0] >= 0).all()  # view 0: the gradient of the log-partition alone
-    assert (novel.grad[1] < 0).any()  # view 1: pulled toward view 0's target
-
-
 def test_labeled_loss_is_cross_entropy_of_cosines():
     """Kills: temperature missing, labels not repeated per view."""
     known, _, labels = problem(2, 6, 0, 4, 2, 1)

@@ -112,30 +112,3 @@ def test_the_slow_rank_is_named(clock, monkeypatch, own, slow):
     assert line.get("slow_rank") == slow and line["data_wait"] == pytest.approx(0.2)
     assert line["images_per_s_per_device"] == pytest.approx(30 / 7 / 3)
     assert not state.forward._forward_hooks
-
-
-def test_the_memory_is_that_of_the_fullest_gpu(clock, monkeypatch):
-    """With PyTorch's count stood in for. Kills: rank 0's memory alone, bytes, a key
-    on CPUs.
-    """
-    state, asked = fresh_state(CONFIG), []
-    state.device = torch.device("cuda")
-
-    def gather(mine, dim):
-        return torch.cat([mine, mine + 1, mine])
-
-    cuda = SimpleNamespace(
-        max_memory_allocated=lambda device: asked.append(device) or 2_500_000_000
-    )
-    own = {
-        "tensor": lambda rows, dtype, device: torch.tensor(rows, dtype=dtype),
-        "float64": torch.float64,
-    }
-    monkeypatch.setattr(training, "torch", SimpleNamespace(cuda=cuda, **own))
-    monkeypatch.setattr(training.distributed, "gather_rows", gather)
-    with closing(training.StepTimer(state, SimpleNamespace())) as found:
-        state.step += 1
-        clock[0] += 1.0
-        line = found.collect(30)
-    assert line["peak_memory_gb"] == pytest.approx(3.5) and asked == [state.device]
-    assert "data_wait" not in line

@@ -11,18 +11,15 @@ from torch.nn.functional import normalize
 
 from tests.uno.data.builders import encoded
 from tests.uno.small_run import small_config, small_sets
-from uno import distributed
 from uno.clustering.initialization import (
     cluster_features,
     compare_known_shares,
     init_prototypes_,
-    sample_features,
     shrink_prior,
     training_features,
 )
 from uno.clustering.kmeans import FREE, constrained_kmeans, seeded_kmeans, whiten
 from uno.config import override
-from uno.data import parquet
 from uno.data.files import Storage
 from uno.data.memory import TrainSet
 from uno.data.sources import read_rows
@@ -145,85 +142,24 @@ def test_features_of_streamed_rows_are_those_of_resident_ones(tmp_path, monkeypa
         torch.testing.assert_close(streaming, resident, atol=1e-5, rtol=1e-5)
 
 
-@pytest.fixture
-def packed(tmp_path, monkeypatch):
-    """800 streamed digits, in row groups of 10 or ``by_class`` of 40; and the groups
-    that are read.
+def test_sorted_classes_are_all_looked_at(tmp_path, monkeypatch, caplog):
+    """800 streamed digits in row groups of 40. Kills: a few classes of many, because a
+    row group has one.
     """
-    read, read_group = [], pq.ParquetFile.read_row_group
-
-    def make(by_class=False):
-        rows = read_rows(small_config().data)
-        numbers = np.flatnonzero(rows.is_train)[:800]
-        labels = [rows.labels.to_pylist()[i] for i in numbers]
-        if by_class:
-            numbers, labels = numbers[np.argsort(labels, kind="stable")], sorted(labels)
-        images = [encoded(np.asarray(rows.images[i])) for i in numbers]
-        table = pa.table({"image": pa.array(images, pa.binary()), "label": labels})
-        pq.write_table(
-            table, tmp_path / "train.parquet", row_group_size=40 if by_class else 10
-        )
-        source = {
-            "data.source": f"parquet:{tmp_path}",
-            "data.known_classes": "first:5",
-            "data.limit": None,
-        }
-        config = override(small_config(), {**source, "data.loading": "streaming"})
-        monkeypatch.setattr(
-            pq.ParquetFile,
-            "read_row_group",
-            lambda *of: read.append(of[1]) or read_group(*of),
-        )
-        monkeypatch.setattr(parquet, "RECENT_GROUPS", 0)
-        return config, make_task(read_rows(config.data), config.data)
-
-    return make, read
-
-
-@pytest.mark.parametrize("world", [1, 3])
-def test_row_groups_are_read_once_by_one_worker(packed, tmp_path, monkeypatch, world):
-    """What is looked at before discovery and after training: 2 x 100 rows of 800, of
-    two networks. Kills: a row group for each row (10 times as much), every worker that
-    reads all, a reading for each network, other rows or features with more workers.
-    """
-    make, read = packed
-    config, task = make()
-    monkeypatch.setattr("uno.clustering.initialization.MAX_ROWS", 100)
-    train = streaming_set(config, task, Storage(str(tmp_path / "run")))
-    models = [build_network(config, 5, 0, seed).eval() for seed in (0, 1)]
-    parts = []
-    for rank in range(world):
-        monkeypatch.setattr(
-            distributed, "rank_and_world", lambda rank=rank: (rank, world)
-        )
-        parts.append(features_by_all_of(monkeypatch, config, models, train))
-    wanted = 200 / 10
-    assert len(set(read)) == len(read) and len(read) <= 1.2 * wanted
-    monkeypatch.setattr(distributed, "rank_and_world", lambda: (0, 1))
-    alone = sample_features(config, models, train)
-    for number, sample in enumerate(alone):
-        assert 80 < len(sample.labeled) <= 100 >= len(sample.unlabeled) > 80
-        together = torch.cat([sample.labeled, sample.unlabeled])
-        assert torch.equal(sum(part[number] for part in parts), together)
-
-
-def features_by_all_of(monkeypatch, config, models, train):
-    """What this worker adds to the features of each network."""
-    found = []
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            distributed,
-            "all_reduce_sum_",
-            lambda tensor: found.append(tensor) or torch.ones_like(tensor),
-        )
-        sample_features(config, models, train)
-    return found[: len(models)]
-
-
-def test_sorted_classes_are_all_looked_at(packed, tmp_path, monkeypatch, caplog):
-    """Kills: a few classes of many, because a row group has one."""
-    make, _ = packed
-    config, task = make(by_class=True)
+    rows = read_rows(small_config().data)
+    numbers = np.flatnonzero(rows.is_train)[:800]
+    labels = np.array(rows.labels.to_pylist())[numbers]
+    order = np.argsort(labels, kind="stable")
+    images = [encoded(np.asarray(rows.images[i])) for i in numbers[order]]
+    table = pa.table({"image": pa.array(images, pa.binary()), "label": labels[order]})
+    pq.write_table(table, tmp_path / "train.parquet", row_group_size=40)
+    source = {
+        "data.source": f"parquet:{tmp_path}",
+        "data.known_classes": "first:5",
+        "data.limit": None,
+    }
+    config = override(small_config(), {**source, "data.loading": "streaming"})
+    task = make_task(read_rows(config.data), config.data)
     monkeypatch.setattr("uno.clustering.initialization.MAX_ROWS", 20)
     train = streaming_set(config, task, Storage(str(tmp_path / "run")))
     found = training_features(config, build_network(config, 5, 0, 0).eval(), train)

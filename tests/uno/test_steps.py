@@ -146,21 +146,6 @@ def test_prototypes_are_normalized_before_the_forward():
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-def test_targets_come_from_the_unlabeled_rows_of_large_views():
-    """Kills: targets from small crops, from labeled rows, families mixed by the
-    shared collective.
-    """
-    families = [torch.rand(4, 3, 10, clusters) * 2 - 1 for clusters in (5, 15)]
-    targets = global_targets(families, 2, 4, CONFIG.objective)
-    assert [target.shape for target in targets] == [(2, 3, 6, 5), (2, 3, 6, 15)]
-    for family in families:
-        family[2:], family[:, :, :4] = 0, 0
-    for again, same in zip(
-        global_targets(families, 2, 4, CONFIG.objective), targets, strict=True
-    ):
-        torch.testing.assert_close(again, same)
-
-
 def test_unlabeled_rows_of_a_mixed_pile_choose_among_all_outputs():
     """The prior's length says so. Kills: targets over novel outputs, known cosines of
     small views or labeled rows, a prior for the wrong family, what novel classes have

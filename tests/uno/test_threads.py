@@ -1,9 +1,7 @@
 """The cores that a process may use, and how many threads compute at once."""
 
-import builtins
 import os
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,15 +9,6 @@ import torch
 from uno.config import Config
 from uno.data.decode import prefetch_map
 from uno.runs.hardware import num_threads
-from uno.threads import available_cpus
-
-QUOTAS = {
-    "version 2": {"/sys/fs/cgroup/cpu.max": "150000 100000"},
-    "version 1": {
-        "/sys/fs/cgroup/cpu/cpu.cfs_quota_us": "150000",
-        "/sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
-    },
-}
 
 
 def test_threads_that_prepare_images_use_one_thread_of_torch_each():
@@ -61,29 +50,3 @@ def test_a_process_that_is_bound_to_one_core_has_one_thread():
         assert num_threads(Config()) == 1
     finally:
         os.sched_setaffinity(0, allowed)
-
-
-@pytest.mark.parametrize("version", QUOTAS)
-def test_the_quota_of_a_container_limits_the_threads(version, monkeypatch, tmp_path):
-    """The control group allows one and a half of 16 cores."""
-    replaced = {}
-    for number, (name, text) in enumerate(QUOTAS[version].items()):
-        replaced[name] = tmp_path / str(number)
-        replaced[name].write_text(text)
-    real_open, real_exists = builtins.open, os.path.exists
-
-    def exists(path):
-        group = str(path).startswith("/sys/fs/cgroup")
-        return str(path) in replaced if group else real_exists(path)
-
-    def opened(path, *args, **kwargs):
-        if isinstance(path, str | Path):
-            path = replaced.get(str(path), path)
-        return real_open(path, *args, **kwargs)
-
-    monkeypatch.setattr(os, "cpu_count", lambda: 16)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
-    monkeypatch.setattr(os.path, "exists", exists)
-    monkeypatch.setattr(builtins, "open", opened)
-    assert available_cpus() == 2
-    assert num_threads(Config()) == 2

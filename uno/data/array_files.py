@@ -356,7 +356,7 @@ def new_array(shape: tuple[int, ...]) -> np.ndarray:
     size = 4 * math.prod(shape)
     if size < MAPPED_BYTES:
         return np.zeros(shape, np.float32)
-    folder = os.path.expanduser(filesystem.user_cache())
+    folder = filesystem.user_cache()
     try:
         os.makedirs(folder, exist_ok=True)
     except OSError:  # the cache directory is a URI, or it is not writable

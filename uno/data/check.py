@@ -4,18 +4,16 @@ import hashlib
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from uno.config import Config, Range, clusters_features, override
 from uno.data.decode import (
+    WHITE_16,
     BadImage,
     Decoding,
-    Header,
-    brightness,
+    ImageFacts,
     decoded,
     map_images,
 )
@@ -33,11 +31,9 @@ from uno.text import plural
 MIN_ROWS_PER_CLUSTER = 2.6
 # bytes of images that are compared by ``uno data check``, and by a run
 MAX_HASHED_BYTES, MAX_HASHED_BYTES_OF_RUN = 2 * 2**30, 256 * 2**20
-NUM_BRIGHTNESS = 16  # images whose brightness is measured
 DARK = 64  # images are nearly black if their brightest pixel is below this, of 255
 SHRUNK = 3  # factor by which the shorter side may be reduced without a warning
-ORDER_ROWS = 2**22  # rows whose order is checked
-NUM_BATCHES = 1000  # batches of an epoch in which classes are counted
+ORDER_ROWS = 2**18  # rows whose order is checked
 NUM_NAMED = 5  # names that a message lists
 # Rows are sorted by class if the share of the most frequent class in a batch is larger
 # than in batches of shuffled rows by this factor.
@@ -79,8 +75,8 @@ def check(
         config: The configuration of the run.
         seconds: How long images may be decoded to find unreadable ones, in seconds.
             Then at most 2 GiB of images are searched for duplicates, wherever they are
-            stored. With 0 no image is decoded: the headers of a sample are read, and a
-            sample of local images (256 MiB) is searched for duplicates.
+            stored. With 0 a sample of images is decoded, and 256 MiB of local images
+            are searched for duplicates.
         batch_is_derived: Whether the batch size was derived from the data, so that the
             run derives it again when rows are left out.
         read_images: Whether images are read at all. A run that resumes with unchanged
@@ -88,7 +84,7 @@ def check(
     """
     ok, of_images = task.rows.usable, list[Problem]()
     if read_images:
-        headers, bad, num_checked = task.rows.headers
+        facts, bad, num_checked = task.rows.image_sample
         if seconds:
             ok, of_images = _decode_within(task, config, seconds)
         elif bad:
@@ -100,13 +96,13 @@ def check(
             of_images = [
                 Problem("warning" if len(bad) < num_checked else "error", text)
             ]
-        of_images += [*_check_sizes(config, headers), *_check_pages(headers)]
-        of_images += _check_brightness(task, config.data.value_range)
+        of_images += [*_check_sizes(config, facts), *_check_pages(facts)]
+        of_images += _check_brightness(facts, config.data.value_range)
         of_images += _check_duplicates(task, in_full=seconds > 0)
     if ok is not None and not ok.all() and batch_is_derived:
         config = with_fitting_batch(config, task, ok)
     problems = [
-        *_check_classes(task, config),
+        *_check_classes(task),
         *check_row_numbers(task, config, ok),
         *of_images,
     ]
@@ -181,8 +177,7 @@ def _check_clusters(task: Task, config: Config, unlabeled: int) -> Iterator[Prob
     """Yield a problem if there are too few unlabeled rows for the clusters of a run.
 
     It is an error if there are fewer rows than novel classes, or too few for a method
-    that clusters features. It is a warning if an overclustering head has more clusters
-    than there are rows.
+    that clusters features.
 
     Args:
         task: The rows and their classes.
@@ -190,7 +185,7 @@ def _check_clusters(task: Task, config: Config, unlabeled: int) -> Iterator[Prob
         unlabeled: Number of readable unlabeled training rows.
     """
     mixed = config.data.setting == "gcd"  # some unlabeled rows are of known classes
-    num_novel, factor = task.num_novel, max(1, config.model.overcluster_factor)
+    num_novel = task.num_novel
     few = f"fewer unlabeled images ({unlabeled}) than"
     if unlabeled < num_novel:
         fix = "add unlabeled images, or lower --num-novel"
@@ -205,10 +200,6 @@ def _check_clusters(task: Task, config: Config, unlabeled: int) -> Iterator[Prob
         fix = ", or pass --setting ncd if every unlabeled image is of a new class"
         can_be_ncd = mixed and unlabeled > num_novel
         yield Problem("error", text + fix * can_be_ncd)
-    elif config.discover.epochs and unlabeled < num_novel * factor:
-        text = f"{few} clusters of an overclustering head ({num_novel * factor})"
-        fix = f"lower --model.overcluster-factor (now {factor})"
-        yield Problem("warning", f"{text}; {fix}")
 
 
 def format_report(task: Task, problems: list[Problem], size: int | None = None) -> str:
@@ -227,7 +218,8 @@ def format_report(task: Task, problems: list[Problem], size: int | None = None) 
     Returns:
         Plain text of several lines.
     """
-    rows, headers = task.rows, task.rows.headers.readable
+    rows = task.rows
+    headers = [image.header for image in rows.image_sample.readable]
     lines = [
         f"source       {rows.source}",
         f"fingerprint  {rows.fingerprint}",
@@ -283,18 +275,15 @@ def _count_rows(task: Task) -> np.ndarray:
     return counts
 
 
-def _check_classes(task: Task, config: Config) -> Iterator[Problem]:
+def _check_classes(task: Task) -> Iterator[Problem]:
     """Yield problems of the names of classes and of the numbers of their rows.
 
-    Names are reported that differ only in case or spaces, or that seem to stand for a
-    missing label. Numbers are reported if there is one known class, if all unlabeled
-    rows will be in one novel class, if fewer classes are to be discovered than are
-    hidden, and for classes with no training image or a single one. A known class with
-    no training image is an error; the others are warnings.
+    Warnings name classes that differ only in case or spaces, that seem to stand for a
+    missing label, or that have no training image or a single one, and say that there is
+    only one known class. A known class with no training image is an error.
 
     Args:
         task: The rows and their classes.
-        config: The configuration of the run.
     """
     seen: dict[str, str] = {}
     for name in task.known + task.novel:
@@ -316,31 +305,16 @@ def _check_classes(task: Task, config: Config) -> Iterator[Problem]:
             " learned from it"
         )
         yield Problem("warning", text)
-    if task.num_novel == 1 and config.data.setting != "gcd":
-        yield Problem(
-            "warning",
-            "num_novel is 1: every unlabeled image will be in the single novel class",
-        )
-    if task.num_novel < len(task.novel):
-        hidden = f"the {len(task.novel)} hidden classes"
-        yield Problem(
-            "warning",
-            f"num_novel {task.num_novel} is below {hidden}: classes share clusters",
-        )
-    in_training = _count_rows(task)[:-1, :2].sum(axis=1).tolist()
-    classes = list(
-        zip(map(printable, task.known + task.novel), in_training, strict=True)
-    )
-    for kind, members in (
-        ("known", classes[: task.num_known]),
-        ("novel", classes[task.num_known :]),
-    ):
+    in_training = _count_rows(task)[:-1, :2].sum(axis=1)
+    names = list(map(printable, task.known + task.novel))
+    is_known = np.arange(len(names)) < task.num_known
+    for kind, of_kind in (("known", is_known), ("novel", ~is_known)):
         for num, what in enumerate(("no training image", "a single training image")):
-            affected = [name for name, count in members if count == num]
-            if affected:
+            found = [names[c] for c in np.flatnonzero(of_kind & (in_training == num))]
+            if found:
                 level = "error" if kind == "known" and num == 0 else "warning"
-                few = plural(len(affected), f"{kind} class has", f"{kind} classes have")
-                yield Problem(level, f"{few} {what}: {_list_some(affected)}")
+                few = plural(len(found), f"{kind} class has", f"{kind} classes have")
+                yield Problem(level, f"{few} {what}: {_list_some(found)}")
 
 
 def _check_batches(
@@ -348,9 +322,8 @@ def _check_batches(
 ) -> Iterator[Problem]:
     """Yield problems of filling the batches of the phases that are trained.
 
-    It is an error if the rows do not fill a batch. Warnings say that there are fewer
-    labeled images than a batch has, or fewer than :data:`MIN_ROWS_PER_CLUSTER`
-    unlabeled images of each class in a batch.
+    It is an error if the rows do not fill a batch. A warning says that there are fewer
+    than :data:`MIN_ROWS_PER_CLUSTER` unlabeled images of each class in a batch.
 
     Args:
         task: The rows and their classes.
@@ -370,9 +343,6 @@ def _check_batches(
     except ConfigError as error:
         yield Problem("error", str(error))
         return
-    if labeled < size and config.model.weights is None:
-        text = f"fewer labeled images ({labeled}) than batch_size ({size})"
-        yield Problem("warning", f"{text}: pretraining batches hold all")
     if plan is None:
         return
     each = plan.unlabeled_size / num_classes
@@ -389,86 +359,51 @@ def _check_order(task: Task, config: Config) -> Iterator[Problem]:
     Images that are stored together are read together and mixed only with those read at
     about the same time. If they are sorted by class, a batch has images of few classes.
     The mean share of the most frequent class in batches of this order is compared with
-    that in batches of shuffled rows, for labeled and for unlabeled rows. Images that
-    are not streamed, or are read one by one, are not checked.
+    that in batches of shuffled rows. Images that are not streamed, or are read one by
+    one, are not checked.
 
     Args:
         task: The rows and their classes.
         config: The configuration of the run.
     """
-    images = task.rows.images
-    if images.groups(np.arange(0)) is None or config.data.loading != "streaming":
+    images, members = task.rows.images, np.flatnonzero(task.is_train)
+    groups = images.groups(members)
+    if groups is None or config.data.loading != "streaming":
         return
-    all_groups = images.groups(np.arange(len(images)))
-    assert all_groups is not None
     # Of many rows only some groups are checked, with all of their rows.
-    seen = all_groups % -(-len(images) // ORDER_ROWS) == 0
-    window = window_rows(images)
-    workers = max(1, config.compute.num_workers)
-    with suppress(ConfigError):  # `_of_batches` reports batches that cannot be filled
-        plan = make_plan(
-            config.seed,
-            config.data.batch_sampling,
-            config.train.batch_size,
-            *task.sizes,
-            workers,
+    seen = groups % -(-len(members) // ORDER_ROWS) == 0
+    classes = task.eval_labels[members[seen]]
+    random, size = np.random.default_rng(config.seed), config.train.batch_size
+    order = by_windows(groups[seen], window_rows(images), random)
+    share = measure_largest_share(classes[order], size)
+    shuffled_share = measure_largest_share(random.permutation(classes), size)
+    if share > SORTED * shuffled_share:
+        yield Problem(
+            "warning",
+            "images are sorted by class: when streamed, one class has"
+            f" {share:.0%} of a batch ({shuffled_share:.0%} if shuffled), which breaks"
+            " clustering with equal sizes; shuffle with uno data pack",
         )
-        member = task.is_train & seen
-        labeled, unlabeled = member & (task.labels >= 0), member & (task.labels < 0)
-        kinds = (
-            (labeled, task.labels, plan.labeled_size),
-            (unlabeled, task.eval_labels, plan.unlabeled_size),
-        )
-        for kind, classes, size in kinds:
-            members = np.flatnonzero(kind)
-            order = by_windows(
-                all_groups[members], window, np.random.default_rng(config.seed)
-            )
-            shuffled = np.random.default_rng(config.seed).permutation(len(members))
-            shuffled_share, share = (
-                measure_largest_share(classes[members[o]], size, workers)
-                for o in (shuffled, order)
-            )
-            if share > SORTED * shuffled_share:
-                name = "unlabeled" if kind is unlabeled else "labeled"
-                yield Problem(
-                    "warning",
-                    "images are sorted by class: when streamed, one class has"
-                    f" {share:.0%} of a batch's {name} images ({shuffled_share:.0%} if"
-                    " shuffled), which breaks clustering with equal sizes; shuffle with"
-                    " uno data pack",
-                )
 
 
-def measure_largest_share(classes: np.ndarray, size: int, workers: int) -> float:
+def measure_largest_share(classes: np.ndarray, size: int) -> float:
     """Return the mean share of the most frequent class in batches.
 
-    Rows without a class are not counted. Of many batches an evenly spaced sample is
-    used.
-
     Args:
-        classes: int64 (N,), the class of each row in the order of training, -1 for
-            none. Each worker reads a contiguous part of them.
-        size: Number of rows of a batch.
-        workers: Number of workers, whose parts are batched together.
+        classes: int64 (N,), the class of each row in the order of training. Rows of
+            class -1, which have none, are not counted.
+        size: Number of rows of a batch. The last batch can be smaller.
 
     Returns:
-        A number from 0 to 1, which is 0 if no row of the batches has a class.
+        A number from 0 to 1, which is 0 if no row has a class.
     """
-    steps = len(classes) // size
-    parts = classes[: steps * size].reshape(workers, steps, -1)[
-        :, evenly_spaced(NUM_BATCHES, steps)
-    ]
-    parts = parts.transpose(1, 0, 2).reshape(-1, size)
-    counts = [np.bincount(part[part >= 0]) for part in parts if (part >= 0).any()]
-    return (
-        float(np.mean([count.max() / count.sum() for count in counts]))
-        if counts
-        else 0.0
-    )
+    batches = np.split(classes, range(size, len(classes), size))
+    counts = [np.bincount(batch[batch >= 0], minlength=1) for batch in batches]
+    shares = [count.max() / count.sum() for count in counts if count.any()]
+    return float(np.mean(shares)) if shares else 0.0
 
 
-def _check_sizes(config: Config, headers: Sequence[Header]) -> Iterator[Problem]:
+def _check_sizes(config: Config, facts: Sequence[ImageFacts]) -> Iterator[Problem]:
     """Yield a warning if images are reduced so much that most detail is lost.
 
     That is the case if their median shorter side is more than :data:`SHRUNK` times the
@@ -476,10 +411,11 @@ def _check_sizes(config: Config, headers: Sequence[Header]) -> Iterator[Problem]
 
     Args:
         config: The configuration of the run.
-        headers: The headers of a sample of images.
+        facts: The facts of a sample of images.
     """
     side = min(config.data.stored_size, config.augment.large.size)
-    median_side = int(np.median([min(h.width, h.height) for h in headers] or [side]))
+    sides = [min(image.header.width, image.header.height) for image in facts]
+    median_side = int(np.median(sides or [side]))
     if median_side > SHRUNK * side:
         yield Problem(
             "warning",
@@ -488,42 +424,39 @@ def _check_sizes(config: Config, headers: Sequence[Header]) -> Iterator[Problem]
         )
 
 
-def _check_pages(headers: Sequence[Header]) -> Iterator[Problem]:
+def _check_pages(facts: Sequence[ImageFacts]) -> Iterator[Problem]:
     """Yield a warning if some of a sample of images have several pages."""
-    several = sum(header.has_pages for header in headers)
+    several = sum(image.has_pages for image in facts)
     if several:
         yield Problem(
             "warning",
-            f"{several} of a sample of {len(headers)} images have several pages, of"
+            f"{several} of a sample of {len(facts)} images have several pages, of"
             " which the first is used; save each other page as an image of its own",
         )
 
 
-def _check_brightness(task: Task, value_range: Range | None) -> Iterator[Problem]:
+def _check_brightness(
+    facts: Sequence[ImageFacts], value_range: Range | None
+) -> Iterator[Problem]:
     """Yield a warning if a sample of images is nearly black.
 
-    A source of vectors is not checked.
-
     Args:
-        task: The rows.
+        facts: The facts of a sample of images.
         value_range: The stored values that become black and white, see
             :class:`uno.data.decode.Decoding`.
     """
-    images = task.rows.images
-    if task.rows.vectors is not None:
-        return
-    outcomes = map_images(
-        images,
-        evenly_spaced(NUM_BRIGHTNESS, len(images)),
-        partial(brightness, value_range=value_range),
-    )
-    # decoding reports unreadable images
-    measured = [found for _, found in outcomes if not isinstance(found, BadImage)]
-    largest = max(measured, default=255)
+    low, high = value_range or (0, WHITE_16)
+    scaled = [
+        image.brightest
+        if image.deep_values is None
+        else (image.brightest - low) * 255 / (high - low)
+        for image in facts
+    ]
+    largest = int(max(scaled, default=255))
     if largest < DARK:
         yield Problem(
             "warning",
-            f"images are nearly black: the brightest pixel of {len(measured)} images is"
+            f"images are nearly black: the brightest pixel of {len(facts)} images is"
             f" {largest} of 255; --data.value-range LOW HIGH sets black and white of"
             " gray images with more than 8 bits; save color images with 8 bits",
         )
@@ -581,8 +514,8 @@ def _decode_within(
 def _check_duplicates(task: Task, in_full: bool) -> Iterator[Problem]:
     """Yield warnings about exact copies of images, which have equal bytes or pixels.
 
-    Copies are reported if they are in both splits, both labeled and unlabeled, both
-    unlabeled, or under two known labels. A note says which images were not compared.
+    Copies are reported if they are in both splits, or training images under different
+    known labels. A note says how many images were compared, if they were not all.
 
     Args:
         task: The rows and their classes.
@@ -592,14 +525,9 @@ def _check_duplicates(task: Task, in_full: bool) -> Iterator[Problem]:
     groups, note = _find_copies(task, in_full)
     found: dict[str, list[list[int]]] = defaultdict(list)
     for group in groups:
-        labels = {int(task.labels[i]) for i in group if task.is_train[i]}
-        if len({bool(task.is_train[i]) for i in group}) == 2:
+        if len(set(task.is_train[group])) == 2:
             found["duplicates in train and test"].append(group)
-        if -1 in labels and len(labels) > 1:
-            found["duplicates with and without a label"].append(group)
-        if sum(bool(task.is_train[i]) and task.labels[i] < 0 for i in group) > 1:
-            found["duplicates among the unlabeled images"].append(group)
-        if len(labels - {-1}) > 1:
+        if len(set(task.labels[group]) - {-1}) > 1:
             found["duplicates with different known labels"].append(group)
     for text, copies in found.items():
         example = " = ".join(_describe_row(task, i) for i in copies[0][:3])
@@ -619,8 +547,8 @@ def _find_copies(task: Task, in_full: bool) -> tuple[list[list[int]], str]:
             Otherwise up to 256 MiB of local images are read.
 
     Returns:
-        Groups of two or more row numbers with equal content; and a text that says which
-        images were not compared, '' if all were. For a source of vectors the first
+        Groups of two or more row numbers with equal content; and a text that says how
+        many images were compared, '' if all were. For a source of vectors the first
         views are compared.
     """
     images, rows = task.rows.images, np.arange(len(task.rows))
@@ -628,31 +556,24 @@ def _find_copies(task: Task, in_full: bool) -> tuple[list[list[int]], str]:
         values, reasons = task.rows.vectors
         copies = equal_rows(values[:, 0])
         return [group for group in copies if reasons[group[0]] is None], ""
-    advice = "" if in_full else "uno data check compares up to 2 GiB"
-    if not in_full and images.is_remote:
-        text = "images in remote storage were not searched for duplicates"
-        return [], f"{text}; {advice}"
-    notes = list[str]()
     keys = images.groups(rows)  # equal for images that are stored together
     sizes = images.sizes(rows)
     if keys is None:  # the sizes are those of the images, and not means of a group
-        unknown = int((sizes < 0).sum())
-        if unknown and images.is_remote:  # a local file of unknown size is missing
-            images_without_size = f"{plural(unknown, 'image')} of unknown size"
-            notes.append(f"{images_without_size} not searched for duplicates")
         _, same, counts = np.unique(sizes, return_inverse=True, return_counts=True)
         kept = (sizes >= 0) & (sizes <= MAX_IMAGE_BYTES) & (counts[same] > 1)
         rows, sizes, keys = rows[kept], sizes[kept], sizes[kept]
     limit = MAX_HASHED_BYTES if in_full else MAX_HASHED_BYTES_OF_RUN
+    if images.is_remote and not in_full:
+        limit = 0
     chosen = _sample_by_key(keys, sizes, limit)
     groups: dict[bytes, list[int]] = defaultdict(list)
     for row, digest in map_images(images, rows[chosen], _hash_image):
         if isinstance(digest, bytes):
             groups[digest].append(row)
+    note = ""
     if len(chosen) < len(rows):
-        text = f"a sample of {len(chosen):,} of {len(rows):,} images"
-        notes.append(f"{text} was searched for duplicates")
-    note = "; ".join([*notes, advice] if notes and advice else notes)
+        note = f"{len(chosen):,} of {len(rows):,} images were searched for duplicates"
+        note += "" if in_full else "; uno data check compares up to 2 GiB"
     return [sorted(group) for group in groups.values() if len(group) > 1], note
 
 

@@ -25,11 +25,7 @@ from PIL import ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from uno.config import DataConfig, Range
-from uno.data.files import (
-    is_transient,
-    open_file,
-    read_bytes,
-)
+from uno.data.files import is_transient, open_file, read_bytes
 from uno.data.images import Image, Images, InMemory, MissingImage, as_images
 from uno.errors import StorageError, UnoError, one_line
 from uno.limits import (
@@ -51,13 +47,9 @@ times as fast. For ImageNet's original images the results differ by 0.65 of 255 
 pixels, and not at all at 224.
 """
 JPEGS = ("JPEG", "MPO")  # formats that can be decoded at a smaller scale
-BITS_PER_SAMPLE = 258  # the TIFF tag
-# TIFF tags of the smallest and the largest value: SMin- and SMaxSampleValue, which may
-# be floating-point numbers, and Min- and MaxSampleValue
-VALUE_TAGS = ((340, 341), (280, 281))
 WHITE_16 = 65535  # the largest value of 16 bits
 SAMPLED_VALUES = 2**14  # values that are sampled of an image of more than 8 bits
-BRIGHTNESS_SIDE = 64  # side in pixels for which a JPEG is decoded by `brightness`
+BRIGHTNESS_SIDE = 64  # side in pixels for which `inspect_image` decodes a JPEG
 BATCHES_AHEAD = 2  # batches that are decoded while the model works on another one
 PIECE_ROWS = 64  # images that a thread decodes at once
 HEADER_BYTES = 2**16  # first bytes of a file, which hold the header of most images
@@ -94,7 +86,7 @@ class Decoding(NamedTuple):
     Attributes:
         interpolation: How squares are resized.
         value_range: The stored values that become 0 and 255, in gray images of more
-            than 8 bits. None for 0 and the largest value of the image's number of bits.
+            than 8 bits. None for 0 and the largest value of 16 bits.
     """
 
     interpolation: Interpolation = "bilinear"
@@ -107,7 +99,7 @@ class Decoding(NamedTuple):
 
 
 PLAIN = Decoding()
-"""Bilinear resizing, and the range of each image's number of bits."""
+"""Bilinear resizing, and the range of 16 bits for gray images of more than 8."""
 
 
 class Header(NamedTuple):
@@ -117,17 +109,28 @@ class Header(NamedTuple):
         format: The format as Pillow names it, such as 'JPEG', or 'pixels' for an array.
         width: The width in pixels, before the image is turned upright.
         height: The height in pixels, before the image is turned upright.
-        is_deep: Whether its gray values have more than 8 bits.
-        declared_range: The smallest and the largest value that a TIFF with more than 8
-            bits declares, or None.
-        has_pages: Whether it is a TIFF with further pages, which are not used.
     """
 
     format: str
     width: int
     height: int
-    is_deep: bool = False
-    declared_range: Range | None = None
+
+
+class ImageFacts(NamedTuple):
+    """What decoding an image shows about it.
+
+    Attributes:
+        header: The format and the size.
+        brightest: The largest stored value, 0 to 255 for images of 8 bits.
+        deep_values: Stored values of a gray image of more than 8 bits, evenly spaced
+            over the image: finite numbers, float64 (n,), n at most about
+            :data:`SAMPLED_VALUES`. None for images of 8 bits.
+        has_pages: Whether it is a TIFF with further pages, which are not used.
+    """
+
+    header: Header
+    brightest: float
+    deep_values: np.ndarray | None = None
     has_pages: bool = False
 
 
@@ -436,93 +439,49 @@ def read_header(image: Image) -> Header:
     if isinstance(image, np.ndarray):
         _check_array(image)
         return Header("pixels", image.shape[1], image.shape[0])
-    if not isinstance(image, str):
-        data = _read(image)
-        return _header_of(data, len(data))
-    with _reader_errors(image), open_file(image) as file:
-        size = file.size()
-        data = file.read(min(size, HEADER_BYTES))
+    if isinstance(image, str):
+        with _reader_errors(image), open_file(image) as file:
+            size = file.size()
+            first = file.read(min(size, HEADER_BYTES))
         with suppress(BadImage):
-            return _header_of(data, size)
-    return read_header(_read(image))
+            return _header_of(_open(first, num_bytes=size))
+    return _header_of(_open(_read(image)))
 
 
-def _header_of(data: bytes, num_bytes: int) -> Header:
-    """Return the header of an image from its first bytes.
+def _header_of(picture: Pillow.Image) -> Header:
+    """Return the format and the size of a picture that has been opened."""
+    return Header(str(picture.format), *picture.size)
+
+
+def inspect_image(image: Image) -> ImageFacts:
+    """Decode an image, and return its format, size and brightness.
 
     Args:
-        data: The first bytes of the image, or all.
-        num_bytes: The size of the whole image in bytes.
+        image: Encoded bytes, a path or URI, or pixels uint8 (H, W, 3).
 
     Raises:
-        BadImage: The header cannot be read, or is beyond the limits.
+        BadImage: The image cannot be used.
+        StorageError: The image's file cannot be read now, but perhaps later.
     """
-    picture = _open(data, num_bytes=num_bytes)
-    tags = getattr(picture, "tag_v2", {})
-    return Header(
-        str(picture.format),
-        *picture.size,
-        is_deep=_is_deep(picture),
-        declared_range=_declared_range(picture) if _is_deep(picture) else None,
-        has_pages=bool(getattr(tags, "next", 0)),
-    )
+    if isinstance(image, np.ndarray):
+        return ImageFacts(read_header(image), int(image.max()))
+    data = _read(image)
+    picture = _open(data)
+    header = _header_of(picture)
+    has_pages = bool(getattr(getattr(picture, "tag_v2", None), "next", 0))
+    if not _is_deep(picture):
+        brightest = int(decode_rgb(data, BRIGHTNESS_SIDE)[..., :3].max())
+        return ImageFacts(header, brightest, has_pages=has_pages)
+    with _decoder_errors():
+        stored = np.asarray(picture).ravel()
+    some = stored[:: max(1, len(stored) // SAMPLED_VALUES)].astype(np.float64)
+    deep_values = some[np.isfinite(some)]
+    return ImageFacts(header, deep_values.max(initial=0), deep_values, has_pages)
 
 
 def _is_deep(picture: Pillow.Image) -> bool:
     """Return whether the gray values of a picture have more than 8 bits."""
     return picture.mode.startswith(("I", "F"))
-
-
-def _declared_range(picture: Pillow.Image) -> Range | None:
-    """Return the smallest and the largest value that a TIFF declares.
-
-    The tags of :data:`VALUE_TAGS` count first, then a number of bits below 16. They may
-    be those of this image alone, so they are only used if all images have the same.
-
-    Returns:
-        The range; None if there is none, or if it is that of all values of 16 bits,
-        which programs also write for cameras of 12 bits.
-    """
-    for lowest, highest in VALUE_TAGS:
-        low, high = (_number_of_tag(picture, tag) for tag in (lowest, highest))
-        if high is not None and (low or 0) < high != WHITE_16:
-            return low or 0.0, high
-    bits = _number_of_tag(picture, BITS_PER_SAMPLE)
-    return (0.0, 2.0**bits - 1) if bits is not None and 8 < bits < 16 else None
-
-
-def _number_of_tag(picture: Pillow.Image, tag: int) -> float | None:
-    """Return the first number of a tag of a TIFF; None if it is not a finite number."""
-    with suppress(BadImage), _decoder_errors():
-        value: Any = getattr(picture, "tag_v2", {}).get(tag)
-        number = float(value[0] if isinstance(value, tuple) else value)
-        return number if np.isfinite(number) else None
-    return None
-
-
-def sample_values(image: Image) -> np.ndarray:
-    """Return stored values of an image of more than 8 bits.
-
-    Args:
-        image: Encoded bytes, a path or URI, or pixels uint8 (H, W, 3).
-
-    Returns:
-        Finite numbers, float64 (n,), n at most about :data:`SAMPLED_VALUES`, evenly
-        spaced over the image. They are none for an image of 8 bits.
-
-    Raises:
-        BadImage: The image cannot be decoded.
-        StorageError: The image's file cannot be read now, but perhaps later.
-    """
-    if isinstance(image, np.ndarray):
-        return np.empty(0)
-    picture = _open(_read(image))
-    if not _is_deep(picture):
-        return np.empty(0)
-    with _decoder_errors():
-        stored = np.asarray(picture).ravel()
-    values = stored[:: max(1, len(stored) // SAMPLED_VALUES)].astype(np.float64)
-    return values[np.isfinite(values)]
 
 
 def _pixels(picture: Pillow.Image) -> np.ndarray:
@@ -637,28 +596,8 @@ def _to_8_bits(picture: Pillow.Image, value_range: Range | None) -> Pillow.Image
             raise BadImage(f"floating-point pixels have no fixed range; {fix}")
         if stored.min() < low or stored.max() > high:
             raise BadImage(f"32-bit pixels beyond 0-{WHITE_16}; {fix}")
-        # The other tags are those of one image, and must not change how it looks.
-        bits = _number_of_tag(picture, BITS_PER_SAMPLE)
-        high = 2.0**bits - 1 if bits is not None and 8 < bits < 16 else high
     values = np.clip(np.nan_to_num(stored.astype(np.float64), nan=low), low, high)
     return Pillow.fromarray(((values - low) * 255 / (high - low)).astype(np.uint8))
-
-
-def brightness(image: Image, value_range: Range | None = None) -> int:
-    """Measure how bright an image is.
-
-    Args:
-        image: Encoded bytes, a path or URI, or pixels uint8 (H, W, 3).
-        value_range: As in :class:`Decoding`.
-
-    Returns:
-        The largest channel value after decoding, 0 to 255.
-
-    Raises:
-        BadImage: The image cannot be decoded.
-        StorageError: The image's file cannot be read now, but perhaps later.
-    """
-    return int(decode_rgb(image, BRIGHTNESS_SIDE, value_range)[..., :3].max())
 
 
 def _open(

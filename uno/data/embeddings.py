@@ -35,10 +35,10 @@ from uno.data.labels import encode_column, require_distinct
 from uno.data.other_formats import fix_for
 from uno.data.parquet import (
     TEXT,
+    OpenedParquet,
     ParquetImages,
     check_images,
     is_training,
-    open_parquet,
     parquet_files,
     partition_columns,
     values_in,
@@ -495,7 +495,7 @@ def _read_parquet(source: str, path: str, options: ReadOptions) -> _Content:
     root, files = parquet_files(path, options.follow_links)
     parts, pictures, lists = list[pa.Table](), set[str](), list[tuple[Any, str]]()
     for file, folders in zip(files, partition_columns(files), strict=True):
-        parquet = open_parquet(file.path, file.size)
+        parquet = OpenedParquet(file.path, file.size)
         schema = parquet.schema
         present = tables.present_columns(schema, names, folders)
         tables.check_names(file.path, present, options)

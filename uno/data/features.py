@@ -51,7 +51,7 @@ from uno.data.images import Image, Images
 from uno.data.sampling import FEATURES, VIEW_SEED, augment_generator
 from uno.data.splits import Task
 from uno.encoders.build import code_of
-from uno.encoders.runtimes import BATCH_SIZE, PACKAGES, Runtime
+from uno.encoders.runtimes import BATCH_SIZE, OPENVINO, Runtime
 from uno.errors import ConfigError, StorageError, one_line
 from uno.threads import torch_threads
 
@@ -186,7 +186,7 @@ def _package_versions(config: Config) -> dict[str, str]:
     """
     library = config.model.encoder.partition(":")[0]
     names = {"torch", "pillow"} | {library} & {"timm", "torchvision"}
-    names.update(PACKAGES.get(config.compute.encoder_runtime, ())[:1])
+    names |= {config.compute.encoder_runtime} & {OPENVINO}
     return {name: version(name).partition("+")[0] for name in sorted(names)}
 
 
@@ -463,24 +463,6 @@ def _encode(config: Config, encoder: nn.Module, images: Tensor) -> Tensor:
             for part in filled.split(size)
         ]
     return torch.cat(parts)[: len(images)]
-
-
-def first_images(job: FeatureJob, rows: np.ndarray) -> Tensor:
-    """Decode the evaluation views of the first rows, at most :data:`ROWS_AT_ONCE`.
-
-    Images that cannot be read are black.
-
-    Args:
-        job: The rows of the run, and how they are encoded.
-        rows: The numbers of rows, int64 (n,), of which the first ones are decoded.
-
-    Returns:
-        Normalized images (B, 3, S, S).
-    """
-    rows = rows[:ROWS_AT_ONCE]
-    none, images = np.zeros(len(rows), bool), job.task.rows.images.read_images(rows)
-    pixels, *_ = decode_rows(job.config, np.zeros(len(rows), np.int64), images, none)
-    return _plain_views(job.config, torch.from_numpy(pixels))
 
 
 def _plain_views(config: Config, pixels: Tensor) -> Tensor:

@@ -9,22 +9,19 @@ the bytes (``os.fsencode``).
 import errno
 import io
 import json
-import logging
 import mmap
 import os
 import re
 import stat
 import tempfile
-import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import lru_cache, partial, wraps
+from functools import lru_cache, partial
 from itertools import chain
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, NamedTuple, ParamSpec, TypeVar
+from typing import Any, BinaryIO, NamedTuple
 from urllib.parse import quote, unquote, urlsplit
 
 import pyarrow as pa
@@ -55,12 +52,8 @@ Google and Azure, and those of network disks.
 REMOTE_PIECE_BYTES = 8 * 2**20  # bytes of a remote file that are read at once
 UPLOAD_BYTES_PER_S = 256 * 2**10  # mean rate for a file that is uploaded as it grows
 CACHE_VARIABLE = "UNO_CACHE"  # environment variable with the cache directory
-PAUSES_S = (1, 2, 4, 8, 16)  # between attempts, in each of which pyarrow tries for 6 s
-
-P = ParamSpec("P")
-R = TypeVar("R")
-log = logging.getLogger(__name__)
-_this_thread = threading.local()  # is_retrying: whether the thread is in a retried call
+# Attempts of a request to S3. Pauses that grow to 20 s make it up to a minute.
+S3_ATTEMPTS = 9
 
 
 class FileEntry(NamedTuple):
@@ -91,44 +84,6 @@ def is_transient(error: object) -> bool:
     return TRANSIENT.search(str(error)) is not None
 
 
-def retry_transient(access: Callable[P, R]) -> Callable[P, R]:
-    """Return ``access``, which is called again after an error that may pass.
-
-    There are at most ``len(PAUSES_S)`` more calls, with pauses of 31 s in all. Together
-    with pyarrow's own attempts on S3 they take about a minute. If decorated functions
-    call each other, only the outermost one calls again, so that pauses do not multiply.
-
-    Args:
-        access: A function that reads or writes storage.
-
-    Returns:
-        A function with the same parameters and result. It raises an error of ``access``
-        at once if :func:`is_transient` is False for it, and otherwise after the last
-        call.
-    """
-
-    @wraps(access)
-    def retried(*args: P.args, **kwargs: P.kwargs) -> R:
-        """Call ``access``, and call it again after each error that may pass."""
-        if getattr(_this_thread, "is_retrying", False):
-            return access(*args, **kwargs)
-        _this_thread.is_retrying = True
-        try:
-            for pause in PAUSES_S:
-                try:
-                    return access(*args, **kwargs)
-                except (OSError, pa.ArrowException, UnoError) as error:
-                    if not is_transient(error):
-                        raise
-                    log.warning("%s; retrying in %d s", one_line(error), pause)
-                    time.sleep(pause)
-            return access(*args, **kwargs)
-        finally:
-            _this_thread.is_retrying = False
-
-    return retried
-
-
 def is_uri(path: str) -> bool:
     """Return whether a path is a URI, which has '://'."""
     return "://" in path
@@ -142,7 +97,8 @@ def normalize_path(path: str) -> str:
     """
     if path.startswith("file://"):
         path = unquote(urlsplit(path).path, errors="surrogateescape")
-    return path.rstrip("/") if is_uri(path) else os.path.expanduser(path)
+    scheme, mark, place = path.partition("://")
+    return scheme + mark + place.rstrip("/") if mark else os.path.expanduser(path)
 
 
 def full_path(path: str) -> str:
@@ -202,7 +158,6 @@ def require_regular(path: str | bytes) -> None:
         raise OSError("not a regular file")
 
 
-@retry_transient
 def kind(path: str) -> str:
     """Return whether a path or URI is a 'file', a 'directory' or 'missing'.
 
@@ -315,7 +270,6 @@ def _walk_remote(root: str) -> Iterator[FileEntry]:
         files, inner = locate(root)
     top = inner.strip("/")
 
-    @retry_transient
     def list_folder(folder: str, is_deep: bool) -> list[Any]:
         """Return pyarrow's ``FileInfo`` of the files and folders in a folder.
 
@@ -347,7 +301,6 @@ def _walk_remote(root: str) -> Iterator[FileEntry]:
     yield from sorted(found)
 
 
-@retry_transient
 def children(root: str) -> tuple[list[str], list[str]]:
     """Return the names of the folders and files directly in a folder.
 
@@ -416,7 +369,6 @@ def split(path: str) -> tuple[str, str]:
     return folder + mark + options, unquote(name)
 
 
-@retry_transient
 def read_bytes(path: str, max_bytes: int) -> bytes:
     """Read a file, or its first bytes if it is too large.
 
@@ -443,7 +395,7 @@ def read_bytes(path: str, max_bytes: int) -> bytes:
 
 
 def open_binary(path: str) -> BinaryIO:
-    """Open a file to read some of its bytes. Failed reads of a remote file are retried.
+    """Open a file to read some of its bytes, remote ones through a large buffer.
 
     Raises:
         OSError: There is no such file, it cannot be read, or it is not a regular file.
@@ -451,11 +403,11 @@ def open_binary(path: str) -> BinaryIO:
     if not is_uri(path):
         require_regular(path)
         return open(path, "rb")
-    return io.BufferedReader(RetryingFile(*locate(path)), REMOTE_PIECE_BYTES)
+    return io.BufferedReader(open_file(path), REMOTE_PIECE_BYTES)
 
 
 def open_file(path: str) -> Any:
-    """Open a file for reads in any order. Failed reads of a remote file are retried.
+    """Open a file for reads in any order.
 
     Args:
         path: Local path or URI.
@@ -466,23 +418,10 @@ def open_file(path: str) -> Any:
     Raises:
         OSError: The file cannot be opened, or is not a regular file.
     """
-    return _open_inner(*locate(path))
-
-
-def _open_inner(files: Any, inner: str | bytes) -> Any:
-    """Open a file of a file system for reads in any order.
-
-    Args:
-        files: File system, as :func:`locate` returns it.
-        inner: Path inside the file system, ``bytes`` for a local one.
-
-    Returns:
-        A ``pyarrow.NativeFile``. Failed reads of a remote file are retried.
-    """
-    if isinstance(inner, bytes):
-        require_regular(inner)
-        return files.open_input_file(inner)
-    return pa.PythonFile(RetryingFile(files, inner), mode="r")
+    if not is_uri(path):
+        require_regular(path)
+    files, inner = locate(path)
+    return files.open_input_file(inner)
 
 
 def read_whole(path: str, max_bytes: int, what: str = "") -> bytes:
@@ -596,7 +535,7 @@ def with_remote_facts(files: Sequence[FileEntry]) -> list[FileEntry]:
     if wanted:
         with reading(wanted[0].path):
             places = [locate(file.path) for file in wanted]
-            infos = retry_transient(places[0][0].get_file_info)([p for _, p in places])
+            infos = places[0][0].get_file_info([inner for _, inner in places])
     known = {
         file: file._replace(size=info.size, time=info.mtime_ns)
         for file, info in zip(wanted, infos, strict=True)
@@ -623,12 +562,15 @@ def locate(path: str) -> tuple[Any, Any]:
     files, root = _connect(
         f"{parts.scheme}://{parts.netloc}", f"?{parts.query}" if parts.query else ""
     )
-    return files, root.rstrip("/") + unquote(parts.path)
+    return files, (root.rstrip("/") + unquote(parts.path)).rstrip("/")
 
 
 @lru_cache(maxsize=16)
 def _connect(host: str, options: str) -> tuple[Any, str]:
     """Connect to the file system of a URI.
+
+    Requests that fail are repeated: to S3 for about a minute, to other storage as
+    pyarrow decides.
 
     Args:
         host: Scheme and host, such as 's3://bucket'.
@@ -644,6 +586,12 @@ def _connect(host: str, options: str) -> tuple[Any, str]:
         files, root = pa.fs.FileSystem.from_uri(host + options)
     except pa.ArrowException as error:
         raise OSError(one_line(error)) from None
+    if files.type_name == "s3":
+        # A URI has no option for retries. A pickle holds all arguments of the class.
+        _, (settings,) = files.__reduce__()
+        settings["allow_delayed_open"] = True  # small uploads take one request, not 3
+        settings["retry_strategy"] = pa.fs.AwsStandardS3RetryStrategy(S3_ATTEMPTS)
+        files = pa.fs.S3FileSystem(**settings)
     return files, root
 
 
@@ -659,53 +607,6 @@ def upload_pause_s(num_bytes: int, least_s: float) -> float:
         least_s: Pause after a small upload, in seconds.
     """
     return max(least_s, num_bytes / UPLOAD_BYTES_PER_S)
-
-
-class RetryingFile(io.RawIOBase):
-    """A remote file that is open for reads in any order. A failed read is retried.
-
-    Args:
-        files: File system, as :func:`locate` returns it.
-        inner: Path inside the file system.
-    """
-
-    def __init__(self, files: Any, inner: str) -> None:
-        super().__init__()
-        self._file = retry_transient(files.open_input_file)(inner)
-        self._position = 0
-
-    def readable(self) -> bool:
-        """Return True, because the file is open for reading."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return True, because the position can be changed."""
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move to a position and return it.
-
-        Args:
-            offset: Number of bytes from the place that ``whence`` names.
-            whence: ``io.SEEK_SET`` for the start of the file, ``io.SEEK_CUR`` for the
-                present position, or ``io.SEEK_END`` for the end.
-        """
-        end = self._file.size() if whence == io.SEEK_END else 0
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: end}[whence]
-        self._position = start + offset
-        return self._position
-
-    @retry_transient
-    def readinto(self, buffer: Any) -> int:
-        """Read bytes from the position on into ``buffer``, and advance the position.
-
-        Returns:
-            The number of bytes that were read, 0 at the end of the file.
-        """
-        data = self._file.read_at(len(buffer), self._position)
-        buffer[: len(data)] = data
-        self._position += len(data)
-        return len(data)
 
 
 @contextmanager
@@ -746,7 +647,7 @@ class Storage:
     a StorageError with the path.
 
     Args:
-        root: Local path, which is made absolute, or URI.
+        root: Local path, which is made absolute, or URI, see :func:`normalize_path`.
 
     Attributes:
         root: The path of the root inside its file system.
@@ -755,21 +656,11 @@ class Storage:
     """
 
     def __init__(self, root: str) -> None:
+        self.uri = full_path(normalize_path(root))
+        self.is_local = not is_uri(self.uri)
         with wrap_errors(StorageError, f"open {valid_text(root)}"):
-            os.fsencode(root)
-            if is_uri(root):
-                # With delayed opening a small upload takes one request and not three.
-                uri, option = root, "allow_delayed_open"
-                if uri.startswith("s3://") and option not in uri:
-                    uri += f"{'&' if '?' in uri else '?'}{option}=true"
-                self._fs, self.root = pa.fs.FileSystem.from_uri(uri)
-            else:
-                self._fs, self.root = (
-                    pa.fs.LocalFileSystem(),
-                    str(Path(root).absolute()),
-                )
-        self.is_local = isinstance(self._fs, pa.fs.LocalFileSystem)
-        self.uri = self.root if self.is_local else root.rstrip("/")
+            self._fs, inner = locate(self.uri)
+        self.root = os.fsdecode(inner)
 
     def check(self) -> None:
         """Check before every change of a file that changes are still allowed.
@@ -822,7 +713,6 @@ class Storage:
             if TEMPORARY.fullmatch(path.name)
         ]
 
-    @retry_transient
     def list(self, name: str = "") -> list[str]:
         """Return the names of the files and directories in a directory, sorted.
 
@@ -850,7 +740,6 @@ class Storage:
             raise StorageError(f"cannot read {self.path(name)}: no such file")
         return data
 
-    @retry_transient
     def find(self, name: str, max_bytes: int | None = None) -> bytes | None:
         """Return the content of a file, or None if it does not exist.
 
@@ -863,16 +752,16 @@ class Storage:
         Raises:
             StorageError: The file cannot be read, or is larger than ``max_bytes``.
         """
-        inner = self._inner(name)
-        with self._errors("read", name), suppress(FileNotFoundError):
-            if self.is_local:
-                require_regular(inner)
-            with self._fs.open_input_file(inner) as file:
-                if max_bytes is not None and file.size() > max_bytes:
-                    raise StorageError(
-                        f"{self.path(name)} is larger than {max_bytes} bytes"
-                    )
-                return bytes(file.read())
+        with (
+            self._errors("read", name),
+            suppress(FileNotFoundError),
+            self._open(name) as file,
+        ):
+            if max_bytes is not None and file.size() > max_bytes:
+                raise StorageError(
+                    f"{self.path(name)} is larger than {max_bytes} bytes"
+                )
+            return bytes(file.read())
         return None
 
     @contextmanager
@@ -889,11 +778,19 @@ class Storage:
             StorageError: The file cannot be read. An OSError or ArrowException that is
                 raised inside the block becomes a StorageError, too.
         """
-        with (
-            self._errors("read", name),
-            _open_inner(self._fs, self._inner(name)) as file,
-        ):
+        with self._errors("read", name), self._open(name) as file:
             yield file
+
+    def _open(self, name: str) -> Any:
+        """Return a file as a ``pyarrow.NativeFile``.
+
+        Raises:
+            OSError: The file cannot be opened, or is not a regular file.
+        """
+        inner = self._inner(name)
+        if self.is_local:
+            require_regular(inner)
+        return self._fs.open_input_file(inner)
 
     def write(self, name: str, data: bytes) -> None:
         """Create or replace a file. After the call the whole file is on the disk.
@@ -905,10 +802,10 @@ class Storage:
         Raises:
             StorageError: The file cannot be written.
         """
-        if self.is_local:
-            self._write_local(name, data)
-        else:
-            self._upload(name, data)
+        if not self.is_local:
+            return self._upload(name, data)
+        with self.create(name) as file:
+            file.write(data)
 
     def write_if_absent(self, name: str, data: bytes) -> bool:
         """Create a file unless there is one of that name.
@@ -975,13 +872,6 @@ class Storage:
             data = b"" if is_empty else mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
             self._upload(name, data)
 
-    @retry_transient
-    def _write_local(self, name: str, data: bytes) -> None:
-        """Create or replace a local file, with retries after errors that may pass."""
-        with self.create(name) as file:
-            file.write(data)
-
-    @retry_transient
     def _upload(self, name: str, data: Any) -> None:
         """Create or replace a remote file, by one ``write`` of all its bytes.
 
@@ -1023,7 +913,6 @@ class Storage:
             with Path(self.path(name)).open("ab") as file:
                 file.write(data)
 
-    @retry_transient
     def delete(self, name: str) -> None:
         """Delete a file, or a directory with all that is in it.
 
@@ -1040,7 +929,6 @@ class Storage:
             elif found == pa.fs.FileType.File:
                 self._fs.delete_file(self._inner(name))
 
-    @retry_transient
     def move(self, name: str, target: str) -> None:
         """Move a file, or a directory with all that is in it, and replace ``target``.
 
@@ -1086,7 +974,6 @@ class Storage:
         """
         return os.fsencode(self.path(name)) if self.is_local else self.path(name)
 
-    @retry_transient
     def _info(self, name: str) -> Any:
         """Return pyarrow's ``FileInfo`` of ``name``, whether it exists or not."""
         with self._errors("look up", name):
@@ -1108,10 +995,10 @@ def user_cache() -> str:
     """Return the cache directory of the user, a path or URI.
 
     It is the environment variable ``UNO_CACHE`` if that is set, else ``uno`` in
-    ``XDG_CACHE_HOME`` or in ``~/.cache``. A ``~`` is not expanded.
+    ``XDG_CACHE_HOME`` or in ``~/.cache``.
     """
     user = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "uno")
-    return os.environ.get(CACHE_VARIABLE) or user
+    return normalize_path(os.environ.get(CACHE_VARIABLE) or user)
 
 
 def reserve_space(file: Any, size: int) -> None:

@@ -11,11 +11,8 @@ import os
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 from urllib.parse import unquote
-
-import numpy as np
 
 from uno.data import files as filesystem
 from uno.data.columns import chunks
@@ -209,8 +206,7 @@ def find_images(
             f"{source}: none of its {row} images is below {root}, e.g. "
             f"{one_line(repr(first))}{_fix_of_missing(root, first, options)}{otherwise}"
         )
-    numbers = None if lines is None else np.array(lines, np.int64)
-    return replace(files, line_numbers=numbers)
+    return files
 
 
 def _fix_of_missing(root: str, example: str, options: ReadOptions) -> str:

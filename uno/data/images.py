@@ -181,14 +181,6 @@ class Images(Protocol):
         """
         return [path_of(image) for image in self.read_images(rows)]
 
-    def lines(self, rows: np.ndarray) -> list[int | None]:
-        """Return for each image its line in the table of text that names it, or None.
-
-        Args:
-            rows: Row numbers, int64 (n,).
-        """
-        return [None] * len(rows)
-
     def reader(self) -> Images | None:
         """Return a small object that reads the same images in another process.
 
@@ -289,9 +281,6 @@ class ImageSubset(Images):
         """Return the images of some rows int64 (n,) of the subset, in that order."""
         return self.images.read_images(self.index[rows])
 
-    def __getitem__(self, row: int) -> Image:
-        return self.images[int(self.index[row])]
-
     def take(self, rows: np.ndarray) -> ImageSubset:
         """Return only the images of some rows of the subset, as another subset.
 
@@ -314,7 +303,6 @@ class ImageSubset(Images):
     content_keys = _delegate_method("content_keys")
     times = _delegate_method("times")
     paths = _delegate_method("paths")
-    lines = _delegate_method("lines")
     numbers = _delegate_method("numbers")
     vectors = _delegate_method("vectors")
     captions = _delegate_method("captions")
@@ -401,13 +389,10 @@ class Files(Images):
         column: Paths and URIs as an Arrow array of bytes, which processes share.
         stats: Size in bytes and modification time in ns since 1970 of each file, -1 if
             not known: int64 (N, 2). A missing file has the size -1 and the time 0.
-        line_numbers: Line of each file in the table of text that names it, int64 (N,);
-            None for files that no such table names.
     """
 
     column: Any
     stats: np.ndarray
-    line_numbers: np.ndarray | None = None
 
     @classmethod
     def of(cls, paths: Sequence[str], stats: Iterable[Sequence[int]]) -> Files:
@@ -426,7 +411,7 @@ class Files(Images):
 
     @classmethod
     def join(cls, parts: Sequence[Files]) -> Files:
-        """Concatenate files. Their line numbers are not kept."""
+        """Concatenate files."""
         return cls(
             pa.concat_arrays([p.column for p in parts]),
             np.concatenate([p.stats for p in parts]),
@@ -471,18 +456,6 @@ class Files(Images):
         """Whether any file is given as a URI."""
         has_scheme = pa.compute.match_substring(self.column, b"://")
         return bool(pa.compute.any(has_scheme).as_py())
-
-    def lines(self, rows: np.ndarray) -> list[int | None]:
-        """Return for each file its line in the table of text that names it, or None.
-
-        Args:
-            rows: Row numbers, int64 (n,).
-        """
-        return (
-            super().lines(rows)
-            if self.line_numbers is None
-            else self.line_numbers[rows].tolist()
-        )
 
 
 def as_images(images: Images | Sequence[Any] | np.ndarray) -> Images:
@@ -647,37 +620,30 @@ def row_names(
         rows: Numbers of the rows to name.
 
     Returns:
-        For each of ``rows`` a text such as 'row-7' or 'row-7 (/photos/a.jpg, line 9)',
-        as :func:`name_row` makes it.
+        For each of ``rows`` a text such as 'row-7 (/photos/a.jpg)', as :func:`name_row`
+        makes it.
     """
-    numbers = np.array(rows, np.int64)
-    names = [str(ids[row]) for row in rows]
-    places = zip(names, images.paths(numbers), images.lines(numbers), strict=True)
-    return [name_row(name, path, line) for name, path, line in places]
+    paths = images.paths(np.array(rows, np.int64))
+    return [
+        name_row(str(ids[row]), path) for row, path in zip(rows, paths, strict=True)
+    ]
 
 
-def name_row(name: str, path: str | None, line: int | None) -> str:
+def name_row(name: str, path: str | None) -> str:
     """Return the text by which messages name a row.
 
     Args:
         name: The id of the row.
         path: The path of its image; None if it is not in a file.
-        line: The line of the row in a table of text; None if there is no table.
 
     Returns:
-        The id, followed by the path and the line in brackets if they are known. If
-        there is no line, the path is left out if it ends with the id, or with the id
-        without its first folder (the rows of two folders have ids such as
-        'labeled/cat/1.jpg').
+        The id, followed by the path in brackets if it is known. The path is left out if
+        it ends with the id, or with the id without its first folder (the rows of two
+        folders have ids such as 'labeled/cat/1.jpg').
     """
-    if path is not None and line is None:
-        # The ids of a source of two folders begin with labeled/ or unlabeled/.
-        tail = name.partition("/")[2]
-        if path.endswith(f"/{name}") or (tail and path.endswith(f"/{tail}")):
-            return name
-    place = [path] if path else []
-    place += [f"line {line}"] if line is not None else []
-    return f"{name} ({', '.join(place)})" if place else name
+    _, has_folder, tail = name.partition("/")
+    endings = (f"/{name}", f"/{tail}") if has_folder else (f"/{name}",)
+    return name if path is None or path.endswith(endings) else f"{name} ({path})"
 
 
 def to_columns(images: Images, rows: np.ndarray) -> dict[str, Any]:

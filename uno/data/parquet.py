@@ -123,7 +123,7 @@ class ParquetImages(Images):
         self._files = [(file, stat[0]) for file, stat in zip(files, stats, strict=True)]
         if opened is None:
             with ThreadPoolExecutor(FOOTERS) as pool:
-                opened = list(pool.map(lambda file: open_parquet(*file), self._files))
+                opened = list(pool.map(lambda file: OpenedParquet(*file), self._files))
         self._start_caches(opened)
         groups = [
             (at, file, g)
@@ -210,7 +210,7 @@ class ParquetImages(Images):
         at, number = self._groups[group]
         file = self._opened[at]
         if file is None:  # two threads may read the same footer, which does no harm
-            file = self._opened[at] = open_parquet(*self._files[at])
+            file = self._opened[at] = OpenedParquet(*self._files[at])
         return file, number
 
     def split_rows(self, rows: np.ndarray, size: int) -> Iterator[Images]:
@@ -407,7 +407,6 @@ class OpenedParquet:
                 " its footer"
             )
 
-    @filesystem.retry_transient
     def read(self, columns: Sequence[str], group: int | None = None) -> Any:
         """Read some columns.
 
@@ -558,20 +557,6 @@ class OpenedParquet:
             what: What is read, for the error message.
         """
         return filesystem.reading(f"{what} {self.path}")
-
-
-@filesystem.retry_transient
-def open_parquet(path: str, size: int) -> OpenedParquet:
-    """Read the footer of a file, with more attempts if remote storage fails.
-
-    Args:
-        path: Local path or URI.
-        size: Bytes in the file, which saves a request; -1 if not known.
-
-    Raises:
-        ConfigError: The file cannot be read, or is no Parquet file.
-    """
-    return OpenedParquet(path, size)
 
 
 def _images_in(column: Any, inside: Callable[[str], str | None]) -> list[Image]:

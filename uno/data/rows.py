@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -22,15 +22,15 @@ from torch import Tensor
 
 from uno.config import DataConfig
 from uno.data.columns import fill_labels, rename_classes
-from uno.data.decode import BadImage, Header, map_images, ok_mask, read_header
+from uno.data.decode import BadImage, ImageFacts, inspect_image, map_images, ok_mask
 from uno.data.files import normalize_path
 from uno.data.images import Images, as_images, evenly_spaced
 from uno.errors import ConfigError, one_line
 from uno.limits import MAX_LABEL_LENGTH, MAX_ROWS
-from uno.text import composed, folded
+from uno.text import composed
 
 PART_ROWS = 2**16  # rows that are hashed at once
-NUM_HEADERS = 64  # images whose headers are read
+SAMPLE_SIZE = 64  # images that are inspected before a run
 SPLITS = {
     "train": "train",
     "test": "test",
@@ -93,16 +93,16 @@ class ReadOptions:
 DEFAULT_OPTIONS = ReadOptions()
 
 
-class Headers(NamedTuple):
-    """The headers of a sample of the images of a data set.
+class ImageSample(NamedTuple):
+    """What a sample of the images of a data set shows.
 
     Attributes:
-        readable: The header of each readable image.
+        readable: The facts of each readable image.
         reasons: Row number -> the reason why the image cannot be read.
         num_rows: The number of rows of the sample.
     """
 
-    readable: list[Header]
+    readable: list[ImageFacts]
     reasons: dict[int, str]
     num_rows: int
 
@@ -211,34 +211,31 @@ class Rows:
     def with_composed_names(self) -> Rows:
         """Return the rows with class names in one Unicode normalization (NFC).
 
-        Classes with names that differ in the normalization only become one class. The
-        notes of the result name them. They also name classes that differ in upper and
-        lower case only, which stay different classes.
+        Classes with names that differ in the normalization only become one class, which
+        the notes of the result say.
         """
         columns = {"labels": self.labels, "eval_labels": self.eval_labels}
         given = {name: column for name, column in columns.items() if column is not None}
         classes = {name: c.dictionary.to_pylist() for name, c in given.items()}
-        names = dict.fromkeys(chain(*classes.values(), self.class_names, self.known))
-        notes = (
-            *_list_alike_names(
-                names, composed, "normalization only: they are one class"
-            ),
-        )
-        notes += (
-            *_list_alike_names(
-                map(composed, names), folded, "case only: they stay two classes"
-            ),
-        )
-        if not notes and all(name == composed(name) for name in names):
+        names = {*chain(*classes.values(), self.class_names, self.known)}
+        if all(name == composed(name) for name in names):
             return self
         changed: dict[str, Any] = {
             name: rename_classes(column, map(composed, classes[name]))
             for name, column in given.items()
         }
-        changed |= {
-            name: tuple(dict.fromkeys(map(composed, getattr(self, name))))
-            for name in ("class_names", "known")
-        }
+        for field_name in ("class_names", "known"):
+            renamed = map(composed, getattr(self, field_name))
+            changed[field_name] = tuple(dict.fromkeys(renamed))
+        spellings = defaultdict[str, list[str]](list)
+        for name in sorted(names):
+            spellings[composed(name)].append(ascii(name))
+        notes = tuple(
+            f"class names {', '.join(alike)} differ in Unicode normalization only: they"
+            " are one class"
+            for alike in spellings.values()
+            if len(alike) > 1
+        )
         return replace(self, **changed, notes=self.notes + notes)
 
     @property
@@ -290,24 +287,24 @@ class Rows:
         return None if self.vectors is None else ok_mask(self.vectors[1])
 
     @cached_property
-    def headers(self) -> Headers:
-        """The headers of at most :data:`NUM_HEADERS` images, read at the first use.
+    def image_sample(self) -> ImageSample:
+        """What at most :data:`SAMPLE_SIZE` images show, decoded at the first use.
 
-        A source of vectors has no headers. Its sample has all rows, and those without a
-        usable vector are the unreadable ones.
+        Of a source of vectors the sample has all rows, and those without a usable
+        vector are the unreadable ones.
         """
         if self.vectors is not None:
             found = enumerate(self.vectors[1])
             reasons = {row: reason for row, reason in found if reason is not None}
-            return Headers([], reasons, len(self))
-        sample = evenly_spaced(NUM_HEADERS, len(self))
-        headers = Headers([], {}, len(sample))
-        for row, header in map_images(self.images, sample, read_header):
-            if isinstance(header, BadImage):
-                headers.reasons[row] = str(header)
+            return ImageSample([], reasons, len(self))
+        rows = evenly_spaced(SAMPLE_SIZE, len(self))
+        sample = ImageSample([], {}, len(rows))
+        for row, facts in map_images(self.images, rows, inspect_image):
+            if isinstance(facts, BadImage):
+                sample.reasons[row] = str(facts)
             else:
-                headers.readable.append(header)
-        return headers
+                sample.readable.append(facts)
+        return sample
 
     @cached_property
     def fingerprint(self) -> str:
@@ -341,21 +338,3 @@ def _update_hash(digest: Any, texts: pa.LargeStringArray) -> None:
     """
     digest.update(pa.compute.binary_length(texts).fill_null(-1).to_numpy())
     digest.update("".join(texts.fill_null("").to_pylist()).encode())
-
-
-def _list_alike_names(
-    names: Iterable[str], key: Callable[[str], str], what: str
-) -> Iterator[str]:
-    """Yield a line for each group of different class names that have the same key.
-
-    Args:
-        names: Names of classes.
-        key: Returns the key of a name, such as the name in lower case.
-        what: What the names of a group differ in, the end of the line.
-    """
-    found = defaultdict[str, dict[str, None]](dict)
-    for name in names:
-        found[key(name)][name] = None
-    for some in found.values():
-        if len(some) > 1:
-            yield f"class names {', '.join(map(ascii, some))} differ in {what}"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+import pyarrow as pa
 import torch
 from torch import Tensor
 
@@ -63,6 +64,12 @@ class Task:
     def num_known(self) -> int:
         """C_l, the number of known classes."""
         return len(self.known)
+
+    @property
+    def label_names(self) -> pa.Array:
+        """The label of each row that training may see, strings (N,), or null."""
+        index = pa.array(self.labels, mask=self.labels < 0)
+        return pa.array(self.known, pa.string()).take(index)
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -158,17 +165,15 @@ def make_task(rows: Rows, config: DataConfig) -> Task:
         if not chosen:
             raise ConfigError(_describe_no_label(rows, "training image"))
         if not in_training.null_count:
-            fix = (
-                "--known-classes first:N to hide the other labels (benchmark), or add"
-                " unlabeled images"
-            )
-            empty = "".join(
-                f"; class {name!r}: leave a label that is missing empty"
-                for name in missing_labels(chosen)
-            )
+            what = f"{source}: every training image is labeled: nothing to discover"
+            if placeholders := missing_labels(chosen):
+                raise ConfigError(
+                    f"{what}; class {placeholders[0]!r} seems to stand for a missing"
+                    " label: leave such labels empty"
+                )
             raise ConfigError(
-                f"{source}: every training image is labeled: nothing to discover; pass"
-                f" {fix}{empty}"
+                f"{what}; add unlabeled images, or pass --known-classes first:N to"
+                " hide the other labels (benchmark)"
             )
         novel = [
             name
@@ -224,6 +229,9 @@ MISSING = {
     "none",
     "null",
     "<na>",
+    "unannotated",
+    "unassigned",
+    "unclassified",
     "unknown",
     "unlabeled",
     "unlabelled",
@@ -263,18 +271,12 @@ def held_out(
     Returns:
         Whether each row is chosen, bool (N,).
     """
-    labels, chosen = (
-        np.where(is_train, class_indices(rows.labels, known), -1),
-        np.zeros(len(rows), dtype=bool),
-    )
-    hidden = is_train & (labels < 0) & has_label(rows.labels)
-    for number, group in enumerate(
-        [np.flatnonzero(hidden), *rows_of_classes(labels, len(known))]
-    ):
-        members = np.random.default_rng([HELD_OUT, number]).permutation(group)
-        chosen[
-            members[: min(round(share * len(members)), max(len(members) - 1, 0))]
-        ] = True
+    labels = np.where(is_train, class_indices(rows.labels, known), -1)
+    hidden = np.flatnonzero(is_train & (labels < 0) & has_label(rows.labels))
+    chosen = np.zeros(len(rows), dtype=bool)
+    chosen[
+        _draw_share(HELD_OUT, [hidden, *rows_of_classes(labels, len(known))], share)
+    ] = True
     return chosen
 
 
@@ -290,10 +292,27 @@ def unlabel(labels: np.ndarray, share: float) -> np.ndarray:
         The labels that are left, int64 (N,).
     """
     left = labels.copy()
-    for c, group in enumerate(rows_of_classes(labels, labels.max() + 1)):
-        rows = np.random.default_rng([UNLABEL, c]).permutation(group)
-        left[rows[: min(round(share * len(rows)), len(rows) - 1)]] = -1
+    left[_draw_share(UNLABEL, rows_of_classes(labels, labels.max() + 1), share)] = -1
     return left
+
+
+def _draw_share(stream: int, groups: Sequence[np.ndarray], share: float) -> np.ndarray:
+    """Draw a share of each of several groups of rows, always the same rows.
+
+    Args:
+        stream: The random stream of :mod:`uno.data.sampling`.
+        groups: The row numbers of each group, int64 (n,).
+        share: The share of each group to draw, 0-1. At least one row of a group is not
+            drawn.
+
+    Returns:
+        The numbers of the rows that are drawn, int64.
+    """
+    drawn = [np.arange(0)]
+    for number, group in enumerate(groups):
+        rows = np.random.default_rng([stream, number]).permutation(group)
+        drawn.append(rows[: min(round(share * len(rows)), max(len(rows) - 1, 0))])
+    return np.concatenate(drawn)
 
 
 def rows_of_classes(labels: np.ndarray, num: int) -> list[np.ndarray]:

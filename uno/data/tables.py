@@ -38,7 +38,6 @@ from uno.data.parquet import (
     check_images,
     is_training,
     json_at,
-    open_parquet,
     parquet_files,
     partition_columns,
     plain_type,
@@ -189,7 +188,7 @@ def _read_file(
         ConfigError: The file is damaged, or a column is missing or of a wrong type.
     """
     name, path, own = file.relative, file.path, options.columns
-    parquet = open_parquet(path, file.size)
+    parquet = OpenedParquet(path, file.size)
     schema, num = parquet.schema, parquet.metadata.num_rows
     present = present_columns(schema, own, folders)
     check_names(path, present, options)

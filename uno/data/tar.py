@@ -315,7 +315,6 @@ def _refuse_labels_in_other_shards(
         )
 
 
-@filesystem.retry_transient
 def _read_images(path: str, start: np.ndarray, end: np.ndarray) -> list[bytes]:
     """Read byte ranges of a shard.
 

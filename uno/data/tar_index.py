@@ -310,7 +310,7 @@ def _read_index(path: str) -> dict[Identity, ShardContent]:
         damaged. A warning is then logged.
     """
     try:
-        data = Storage(os.path.expanduser(user_cache())).find(path)
+        data = Storage(user_cache()).find(path)
         if data is None:
             return {}
         reader = pa.BufferReader(data)
@@ -352,7 +352,7 @@ def _write_index(path: str, content_of: Mapping[Identity, ShardContent]) -> None
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
     try:
-        storage = Storage(os.path.expanduser(user_cache()))
+        storage = Storage(user_cache())
         storage.write(path, sink.getvalue().to_pybytes())
     except (StorageError, OSError) as error:
         log.warning(
@@ -362,7 +362,6 @@ def _write_index(path: str, content_of: Mapping[Identity, ShardContent]) -> None
         )
 
 
-@filesystem.retry_transient
 def scan_shard(entry: FileEntry, images_only: bool) -> ShardContent:
     """Read the headers and labels of a shard, and join images and labels by key.
 

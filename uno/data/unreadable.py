@@ -1,7 +1,7 @@
 """The images of a data set that cannot be read: their list, and how many may be.
 
-Each entry of the list has the id of a row, the reason, and if they are known the path
-of the image and its line in a table. The list is a file of the run directory.
+Each entry of the list has the id of a row, the reason, and the path of the image if it
+is in a file. The list is a file of the run directory.
 """
 
 import json
@@ -21,7 +21,7 @@ from uno.errors import ConfigError
 BAD_SAMPLES = "bad_samples.jsonl"
 
 BadSample = dict[str, Any]
-"""An entry of :data:`BAD_SAMPLES`: id, reason and, if they are known, uri and line."""
+"""An entry of :data:`BAD_SAMPLES`: id, reason and, for an image in a file, uri."""
 
 log = logging.getLogger(__name__)
 
@@ -42,13 +42,12 @@ def check_bad(
         max_fraction: The largest share of the N rows that may be unreadable, 0 to 1.
         storage: The directory to which rank 0 writes the list as :data:`BAD_SAMPLES`,
             if it is not empty; None to write no file.
-        images: The images of the N rows, from which their paths and lines are taken;
-            None to list neither.
+        images: The images of the N rows, from which their paths are taken; None to list
+            no paths.
 
     Returns:
-        One entry for each unreadable image, in the order of rows: id, reason and, if
-        they are known, uri (the path of the file) and line (in the table that names the
-        image).
+        One entry for each unreadable image, in the order of rows: id, reason and, if it
+        is in a file, uri (the path of the file).
 
     Raises:
         ConfigError: More than ``max_fraction`` of the rows are unreadable. The list is
@@ -61,10 +60,9 @@ def check_bad(
     bad = list[BadSample]()
     numbers = np.array(rows, np.int64)
     paths = [None] * len(rows) if images is None else images.paths(numbers)
-    lines = [None] * len(rows) if images is None else images.lines(numbers)
-    for row, path, line in zip(rows, paths, lines, strict=True):
-        entry = {"id": str(ids[row]), "reason": reasons[row], "uri": path, "line": line}
-        bad.append({key: value for key, value in entry.items() if value is not None})
+    for row, path in zip(rows, paths, strict=True):
+        entry = {"id": str(ids[row]), "reason": reasons[row]}
+        bad.append(entry if path is None else entry | {"uri": path})
     if bad and storage is not None and distributed.rank_and_world()[0] == 0:
         text = "".join(json.dumps(entry) + "\n" for entry in bad)
         storage.write(BAD_SAMPLES, text.encode())
@@ -85,15 +83,11 @@ def name_bad(entry: Mapping[str, Any]) -> str:
         entry: The entry of the image in :data:`BAD_SAMPLES`.
 
     Returns:
-        The id of its row, and if they are known its path and its line in a table, see
+        The id of its row, and its path if it is known, see
         :func:`~uno.data.images.name_row`.
     """
-    path, line = entry.get("uri"), entry.get("line")
-    return name_row(
-        str(entry.get("id", "")),
-        path if isinstance(path, str) else None,
-        line if isinstance(line, int) else None,
-    )
+    path = entry.get("uri")
+    return name_row(str(entry.get("id", "")), path if isinstance(path, str) else None)
 
 
 class BadRows:

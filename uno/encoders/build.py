@@ -10,8 +10,6 @@ processes that only decode images need not spend.
 """
 
 import hashlib
-import json
-import os
 import re
 import sys
 from collections import OrderedDict
@@ -247,14 +245,15 @@ def _from_timm(model_name: str) -> nn.Module:
     check_name("timm", model_name)
     import timm
 
-    name = timm_name(model_name)
     encoder = None
-    if timm_description(model_name).get("fixed_input_size"):
+    if describe_timm(model_name)[1].get("fixed_input_size"):
         # Transformers with windows lack the argument, and refuse other sizes.
         with suppress(TypeError):
-            encoder = timm.create_model(name, num_classes=0, dynamic_img_size=True)
+            encoder = timm.create_model(
+                model_name, num_classes=0, dynamic_img_size=True
+            )
     if encoder is None:
-        encoder = timm.create_model(name, num_classes=0)
+        encoder = timm.create_model(model_name, num_classes=0)
     # Some models, such as MobileNetV3, have a layer between the pooled map and the
     # classes.
     hidden_width = getattr(encoder, "head_hidden_size", None)
@@ -262,101 +261,57 @@ def _from_timm(model_name: str) -> nn.Module:
     return encoder
 
 
-def timm_name(model_name: str) -> str:
-    """Return the name by which ``timm.create_model`` builds an encoder.
+def describe_timm(model_name: str) -> tuple[str, dict[str, Any]]:
+    """Return the name and the description of an encoder that timm builds.
 
     Args:
         model_name: The name after ``timm:``. ``hf-hub:ORG/NAME`` or
-            ``hf-hub:ORG/NAME@REVISION`` names a repository of the Hugging Face Hub.
+            ``hf-hub:ORG/NAME@REVISION`` names a repository of the Hugging Face Hub,
+            whose ``config.json`` is downloaded if the local cache lacks it.
 
     Returns:
-        timm's own name. For a repository that is not one of timm's, ``local-dir:`` and
-        the folder of the local cache that holds the repository's ``config.json``.
+        timm's name of the encoder, which may have the name of weights after a dot; and
+        the fields of timm's ``pretrained_cfg``, such as ``input_size`` and ``mean``,
+        which are {} for a name that timm does not know.
 
     Raises:
         ConfigError: The repository cannot be reached, or does not describe an encoder
             of timm.
     """
+    from huggingface_hub import constants
+    from timm.models import get_pretrained_cfg, load_model_config_from_hf
+
     if not model_name.startswith(HUB):
-        return model_name
-    repository = model_name.removeprefix(HUB)
-    if repository.startswith("timm/"):
-        return repository.removeprefix("timm/")
-    path, config = _read_hub_config(repository)
-    if "architecture" not in config:
+        found = get_pretrained_cfg(model_name)
+        return model_name, {} if found is None else found.to_dict()
+    try:
+        description, name, _ = load_model_config_from_hf(model_name.removeprefix(HUB))
+    except OSError as error:  # The errors of the hub are OSErrors.
+        raise ConfigError(
+            f"model.encoder timm:{model_name}: config.json cannot be downloaded"
+            f" ({one_line(error)[:120]}); copy another machine's cache into"
+            f" {constants.HF_HUB_CACHE}"
+        ) from None
+    except KeyError:
         raise ConfigError(
             f"model.encoder timm:{model_name} is not a repository of timm's: its"
             " config.json names no architecture; timm has most encoders under its own"
             " names (timm:NAME), and a function of yours can build any other"
             " (package.module:callable)"
-        )
-    return f"local-dir:{os.path.dirname(path)}"
-
-
-def _read_hub_config(repository: str) -> tuple[str, dict[str, Any]]:
-    """Read the ``config.json`` of a repository, from the local cache if it is there.
-
-    Args:
-        repository: ORG/NAME or ORG/NAME@REVISION.
-
-    Returns:
-        The path in the local cache, and the content.
-
-    Raises:
-        ConfigError: The file cannot be downloaded.
-    """
-    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
-
-    name, _, tag = repository.partition("@")
-    revision = tag or None
-    path: Any = try_to_load_from_cache(name, "config.json", revision=revision)
-    if not isinstance(path, str):
-        try:
-            path = hf_hub_download(name, "config.json", revision=revision)
-        except OSError as error:  # The errors of the hub are OSErrors.
-            raise ConfigError(
-                f"model.encoder timm:{HUB}{repository}: config.json cannot be"
-                f" downloaded ({one_line(error)[:120]}); copy another machine's cache"
-                f" into {constants.HF_HUB_CACHE}"
-            ) from None
-    with open(path, encoding="utf-8") as file:
-        return path, json.load(file)
-
-
-def timm_description(model_name: str) -> dict[str, Any]:
-    """Return timm's description of an encoder and its weights.
-
-    Args:
-        model_name: The name after ``timm:``, which :func:`check_name` accepts.
-
-    Returns:
-        The fields of timm's ``pretrained_cfg``, such as ``input_size`` and ``mean``.
-    """
-    from timm.models import get_pretrained_cfg
-
-    name = timm_name(model_name)
-    if name.startswith("local-dir:"):
-        config = _read_hub_config(model_name.removeprefix(HUB))[1]
-        return config.get("pretrained_cfg", config)
-    description = get_pretrained_cfg(name)
-    return {} if description is None else description.to_dict()
+        ) from None
+    return name, description
 
 
 def _from_torchvision(model_name: str) -> nn.Module:
     """Build an encoder of torchvision without its last linear layer.
 
     Raises:
-        ConfigError: There is no such encoder, it has several outputs, or it does not
-            end in a linear classifier.
+        ConfigError: There is no such encoder, or it does not end in a linear
+            classifier.
     """
     from torchvision import models
 
     check_name("torchvision", model_name)
-    if model_name in ("googlenet", "inception_v3"):
-        raise ConfigError(
-            f"model.encoder torchvision:{model_name} returns several outputs; choose"
-            " another"
-        )
     encoder = models.get_model(model_name, weights=None)
     classifier = classifier_of(encoder)
     if not classifier:
@@ -399,9 +354,8 @@ def check_name(library: str, model_name: str) -> None:
             )
         import timm
 
-        repository, model_name = model_name.removeprefix(HUB), timm_name(model_name)
-        if model_name.startswith("local-dir:"):
-            model_name = str(_read_hub_config(repository)[1]["architecture"])
+        if model_name.startswith(HUB):
+            model_name = describe_timm(model_name)[0]
         architecture, _, weights = model_name.partition(".")
         if weights and timm.is_model(architecture):
             known = timm.list_pretrained(f"{architecture}.*")

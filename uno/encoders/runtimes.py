@@ -1,9 +1,7 @@
-"""Compute a frozen encoder on a CPU by another program than PyTorch.
+"""Compute a frozen encoder on a CPU by OpenVINO in place of PyTorch.
 
-``compute.encoder_runtime`` names the program: OpenVINO or ONNX Runtime. Both compute in
-float32. With ``compute.precision bf16`` OpenVINO computes in bfloat16.
-The default is PyTorch, and no measurement changes that, so that the same command gives
-the same features.
+``compute.encoder_runtime`` chooses between the two, and the default is PyTorch. With
+``compute.precision bf16`` OpenVINO computes in bfloat16, otherwise in float32.
 
 The features of the first images are compared with those of PyTorch in float32. The
 largest accepted difference is :data:`TOLERANCE`, or in bfloat16 :data:`OF_BF16` times
@@ -20,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -30,10 +28,7 @@ from uno.config import Config
 from uno.errors import ConfigError, one_line
 from uno.threads import start_pool
 
-TORCH = "torch"
-BF16 = "openvino"  # the only runtime that also computes in bfloat16
-PACKAGES = {"openvino": ("openvino",), "onnx": ("onnxruntime", "onnx", "onnxscript")}
-"""The packages that each runtime needs."""
+OPENVINO = "openvino"
 # The largest accepted difference, relative to the length of a row's features. The
 # cosine is then above 0.999999. The difference in float32 is usually 1e-5.
 TOLERANCE = 1e-3
@@ -43,6 +38,7 @@ OF_BF16 = 2.0
 BATCH_SIZE = 8  # images that pass the encoder at once, on CPUs
 COMPARED_IMAGES = 16  # images whose features are compared with PyTorch's
 
+Precision = Literal["fp32", "bf16"]
 Program = Callable[[Tensor], Tensor]
 """A function that maps images, float32 (B, 3, S, S), to features (B, D).
 
@@ -50,20 +46,8 @@ It accepts the B and S for which it was built, and can be called from any thread
 """
 
 
-class Plan(NamedTuple):
-    """How an encoder is computed.
-
-    Attributes:
-        runtime: ``openvino`` or ``onnx``.
-        bf16: Whether it computes in bfloat16.
-    """
-
-    runtime: str
-    bf16: bool = False
-
-
-def choose_runtime(config: Config, device: torch.device) -> Plan | None:
-    """Return how the encoder of ``config`` is computed on ``device``.
+def runtime_precision(config: Config, device: torch.device) -> Precision | None:
+    """Return the precision in which OpenVINO computes the encoder on a device.
 
     Returns:
         None for PyTorch, which computes on GPUs whatever the configuration says.
@@ -72,48 +56,40 @@ def choose_runtime(config: Config, device: torch.device) -> Plan | None:
         ConfigError: As for :func:`require_runtime`.
     """
     require_runtime(config)
-    name = config.compute.encoder_runtime
-    if device.type != "cpu" or name == TORCH:
+    if device.type != "cpu" or config.compute.encoder_runtime != OPENVINO:
         return None
-    return Plan(name, config.compute.precision == "bf16")
+    return "bf16" if config.compute.precision == "bf16" else "fp32"
 
 
 def require_runtime(config: Config) -> None:
-    """Check that ``compute.encoder_runtime`` can be used.
+    """Check that the runtime that ``compute.encoder_runtime`` names is installed.
 
     Raises:
-        ConfigError: A package is not installed, or the runtime does not compute in the
-            precision of the run.
+        ConfigError: OpenVINO is not installed.
     """
-    name = config.compute.encoder_runtime
-    missing = [p for p in PACKAGES.get(name, ()) if find_spec(p) is None]
-    if missing:
-        packages = "package" if len(missing) == 1 else "packages"
+    if config.compute.encoder_runtime == OPENVINO and find_spec(OPENVINO) is None:
         raise ConfigError(
-            f"compute.encoder_runtime {name} needs the {packages}"
-            f" {', '.join(missing)}: pip install {' '.join(missing)}"
-        )
-    if name not in (TORCH, BF16) and config.compute.precision == "bf16":
-        raise ConfigError(
-            f"compute.encoder_runtime {name} computes in float32: not with precision"
-            " bf16"
+            f"compute.encoder_runtime {OPENVINO} needs the package {OPENVINO}: pip"
+            f" install {OPENVINO}"
         )
 
 
 class Runtime(nn.Module):
-    """An encoder, in eval mode and on the CPU, that a runtime computes.
+    """An encoder, in eval mode and on the CPU, that OpenVINO computes.
 
-    The program is built for the size of the first images. Images of another size pass
-    the encoder itself.
+    The program is built at the first call, for the size of its images. Images of
+    another size pass the encoder itself.
+
+    Args:
+        encoder: The encoder.
+        precision: The precision in which features are computed.
+        threads: The number of threads.
     """
 
-    def __init__(self, encoder: nn.Module, plan: Plan, threads: int) -> None:
-        """Prepare ``encoder`` to be computed as ``plan`` says, by ``threads`` threads.
-
-        The program is built at the first call.
-        """
+    def __init__(self, encoder: nn.Module, precision: Precision, threads: int) -> None:
         super().__init__()
-        self.encoder, self.num_features, self.plan = encoder, encoder.num_features, plan
+        self.encoder, self.num_features = encoder, encoder.num_features
+        self.precision = precision
         self._threads, self._lock = threads, threading.Lock()
         self._pool = start_pool(threads, "uno-runtime")
         self._program: Program | None = None
@@ -123,14 +99,14 @@ class Runtime(nn.Module):
         """Compute the features (B, D) of images (B, 3, S, S), without a graph.
 
         Raises:
-            ConfigError: The runtime cannot compute the encoder, or gives other
-                features than PyTorch.
+            ConfigError: OpenVINO cannot compute the encoder, or gives other features
+                than PyTorch.
         """
         with self._lock:
             if self._program is None:
                 self._program, self._shape = self._build(images), images.shape[1:]
         has_size = images.shape[1:] == self._shape
-        in_torch = partial(_run_in_torch, self.encoder, bf16=self.plan.bf16)
+        in_torch = partial(_run_in_torch, self.encoder, bf16=self.precision == "bf16")
         return self._run(self._program if has_size else in_torch, images)
 
     def _build(self, images: Tensor) -> Program:
@@ -140,10 +116,9 @@ class Runtime(nn.Module):
             images: The first images, float32 (B, 3, S, S).
 
         Raises:
-            ConfigError: The runtime cannot compute the encoder, or gives other
-                features.
+            ConfigError: OpenVINO cannot compute the encoder, or gives other features.
         """
-        name, bf16 = self.plan
+        bf16 = self.precision == "bf16"
         images = images.detach()[torch.arange(COMPARED_IMAGES) % len(images)]
         expected = self._run(partial(_run_in_torch, self.encoder), images)
         tolerance = TOLERANCE
@@ -151,20 +126,20 @@ class Runtime(nn.Module):
             in_bf16 = self._run(partial(_run_in_torch, self.encoder, bf16=True), images)
             error = float(_difference(in_bf16, expected).max())
             tolerance = max(TOLERANCE, OF_BF16 * error)
-        fix = f"use compute.encoder_runtime {TORCH}"
+        fix = "use compute.encoder_runtime torch"
         try:
-            program = BUILD[name](self.encoder, images, self._threads, bf16)
+            program = compile_encoder(self.encoder, images, self._threads, bf16)
             features = self._run(program, images)
-        except Exception as error:  # converters raise errors of many classes
+        except Exception as error:  # the converter raises errors of many classes
             reason = one_line(error)[:160] or type(error).__name__
             raise ConfigError(
-                f"compute.encoder_runtime {name} cannot compute this encoder: {reason};"
-                f" {fix}"
+                f"compute.encoder_runtime {OPENVINO} cannot compute this encoder:"
+                f" {reason}; {fix}"
             ) from error
         worst = float(_difference(features, expected).max())
         if not worst <= tolerance:  # This also refuses NaN.
             raise ConfigError(
-                f"compute.encoder_runtime {name} gives features that differ from"
+                f"compute.encoder_runtime {OPENVINO} gives features that differ from"
                 f" PyTorch's by {worst:.1e} of their length; {fix}"
             )
         return program
@@ -199,14 +174,6 @@ def _difference(features: Tensor, expected: Tensor) -> Tensor:
     return (features - expected).norm(dim=1) / expected.norm(dim=1)
 
 
-Build = Callable[[nn.Module, Tensor, int, bool], Program]
-"""Builds a program for batches of :data:`BATCH_SIZE` images.
-
-Its arguments are the encoder, example images (B, 3, S, S), the number of threads, and
-whether to compute in bfloat16.
-"""
-
-
 @torch.inference_mode()
 def _run_in_torch(encoder: Program, images: Tensor, bf16: bool = False) -> Tensor:
     """Run an encoder in PyTorch, and return its features in float32.
@@ -235,16 +202,19 @@ def _kept_logging() -> Iterator[None]:
         root.filters[:], root.handlers[:] = filters, handlers
 
 
-def _with_openvino(
+def compile_encoder(
     encoder: nn.Module, images: Tensor, threads: int, bf16: bool
 ) -> Program:
-    """Return a program (see :data:`Program`) that OpenVINO compiled.
+    """Compile an encoder by OpenVINO, for batches of :data:`BATCH_SIZE` images.
 
     Args:
         encoder: The encoder.
         images: Example images (B, 3, S, S), which give the size.
         threads: The number of threads that call the program.
         bf16: Whether to compute in bfloat16.
+
+    Returns:
+        The program, see :data:`Program`.
     """
     import openvino
 
@@ -276,66 +246,3 @@ def _with_openvino(
         return torch.from_numpy(of_thread.request.infer([images.numpy()])[0].copy())
 
     return program
-
-
-def _with_onnx(encoder: nn.Module, images: Tensor, threads: int, bf16: bool) -> Program:
-    """Return a program (see :data:`Program`) that ONNX Runtime computes in float32.
-
-    Each call uses one thread.
-
-    Args:
-        encoder: The encoder.
-        images: Example images (B, 3, S, S), which give the size.
-        threads: The number of threads that call the program, which is not used.
-        bf16: Not used.
-    """
-    import onnxruntime
-
-    shapes = ({0: torch.export.Dim("batch", min=1)},)
-    data = to_onnx(
-        encoder, "images", "features", args=(images[:2],), dynamic_shapes=shapes
-    )
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    session = onnxruntime.InferenceSession(
-        data.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
-
-    def program(images: Tensor) -> Tensor:
-        return torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
-
-    return program
-
-
-BUILD: dict[str, Build] = {
-    "openvino": _with_openvino,
-    "onnx": _with_onnx,
-}
-"""The function that builds the program of each runtime."""
-
-
-def to_onnx(module: nn.Module, input: str, output: str, **traced: Any) -> Any:
-    """Export a module with one input and one output to ONNX.
-
-    Args:
-        module: The module.
-        input: The name of the input.
-        output: The name of the output.
-        **traced: Arguments of ``torch.onnx.export``, such as ``args`` and
-            ``dynamic_shapes``.
-
-    Returns:
-        The ``ModelProto``.
-    """
-    # The exporter warns about future changes of its own code.
-    with warnings.catch_warnings(action="ignore"):
-        exported = torch.onnx.export(
-            module,
-            **traced,
-            input_names=[input],
-            output_names=[output],
-            dynamo=True,
-            verbose=False,
-        )
-    assert exported is not None
-    return exported.model_proto

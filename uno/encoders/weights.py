@@ -19,12 +19,10 @@ from torch import Tensor, nn
 from uno.config import OWN_ENCODERS, VECTORS, Config, ModelConfig
 from uno.data.files import Storage, split
 from uno.encoders.build import (
-    HUB,
     build_encoder,
     check_name,
+    describe_timm,
     is_own_code,
-    timm_description,
-    timm_name,
 )
 from uno.errors import ConfigError, StorageError, one_line
 from uno.steps import with_prefix
@@ -95,7 +93,7 @@ def describe_encoder(name: str) -> Description:
     if library != "timm":
         return _describe_callable(name)
     check_name("timm", model_name)
-    return _describe_cfg(timm_description(model_name))
+    return _describe_cfg(describe_timm(model_name)[1])
 
 
 def _describe_torchvision(model_name: str) -> Description:
@@ -398,12 +396,8 @@ def _fetch_timm(model_name: str) -> dict[str, Tensor]:
     import timm
     from huggingface_hub import constants, try_to_load_from_cache
 
-    cfg = timm_description(model_name)
-    name = timm_name(model_name)
-    if name.startswith("local-dir:"):  # the folder of config.json, without weights
-        name = model_name
-        cfg = {"hf_hub_id": model_name.removeprefix(HUB).partition("@")[0]}
-    repository = cfg.get("hf_hub_id")
+    cfg = describe_timm(model_name)[1]
+    repository = str(cfg.get("hf_hub_id") or "").partition("@")[0]
     if not repository and not cfg.get("url"):
         raise ConfigError(
             f"model.weights pretrained: timm has no weights for {model_name}"
@@ -422,7 +416,7 @@ def _fetch_timm(model_name: str) -> dict[str, Tensor]:
             with suppress(HTTPError):
                 request = urllib.request.Request(file, method="HEAD")
                 urllib.request.urlopen(request, timeout=NETWORK_TIMEOUT_S).close()
-        encoder = timm.create_model(name, pretrained=True, num_classes=0)
+        encoder = timm.create_model(model_name, pretrained=True, num_classes=0)
         return encoder.state_dict()
     # URLError and the errors of the hub are OSErrors.
     except (OSError, RuntimeError) as error:

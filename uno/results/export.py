@@ -7,6 +7,7 @@ returned unchecked if onnxruntime is missing.
 
 import io
 import json
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -22,7 +23,6 @@ from uno.augment import eval_view
 from uno.config import OWN_ENCODERS, ModelConfig, override
 from uno.data.files import split
 from uno.encoders.build import build_encoder
-from uno.encoders.runtimes import to_onnx
 from uno.encoders.weights import PRETRAINED, describe_encoder
 from uno.errors import ConfigError, NumericsError
 from uno.methods import description
@@ -401,3 +401,30 @@ def origin(net: ModelConfig) -> str:
         return f"{name} of the library{terms} (pretraining data: see its pages)"
     name = split(net.weights.rstrip("/"))[1]
     return f"{name} (pretraining data unknown)"
+
+
+def to_onnx(module: nn.Module, input: str, output: str, **traced: Any) -> Any:
+    """Export a module with one input and one output to ONNX.
+
+    Args:
+        module: The module.
+        input: The name of the input.
+        output: The name of the output.
+        **traced: Arguments of ``torch.onnx.export``, such as ``args`` and
+            ``dynamic_shapes``.
+
+    Returns:
+        The ``ModelProto``.
+    """
+    # The exporter warns about future changes of its own code.
+    with warnings.catch_warnings(action="ignore"):
+        exported = torch.onnx.export(
+            module,
+            **traced,
+            input_names=[input],
+            output_names=[output],
+            dynamo=True,
+            verbose=False,
+        )
+    assert exported is not None
+    return exported.model_proto

@@ -29,7 +29,7 @@ from uno.data.images import evenly_spaced
 from uno.data.output import read_mapping
 from uno.data.rows import Rows
 from uno.encoders.build import changed_code, code_of, require_encoder
-from uno.encoders.runtimes import Runtime, choose_runtime
+from uno.encoders.runtimes import Runtime, runtime_precision
 from uno.errors import StorageError, one_line
 from uno.limits import MAX_STATE_BYTES
 from uno.model import Logits, UnoModel, build_network, forward
@@ -598,10 +598,10 @@ def accelerated_encoder(
         ConfigError: The runtime is not installed.
     """
     vectors = model.config.model.takes_vectors
-    plan = None if vectors else choose_runtime(config, model.device)
+    precision = None if vectors else runtime_precision(config, model.device)
     encoder = model.module.encoder
-    if plan is not None:
-        model.module.encoder = Runtime(encoder, plan, threads)
+    if precision is not None:
+        model.module.encoder = Runtime(encoder, precision, threads)
     try:
         yield
     finally:

@@ -1,6 +1,6 @@
-"""HTML views of a model and of predictions, for notebooks.
+"""The HTML view of a model, for notebooks.
 
-They are tables with small pictures. All text is escaped, nothing is loaded from the
+It is a table with small pictures. All text is escaped, nothing is loaded from the
 network, and the numbers of rows and pictures are limited.
 """
 
@@ -31,7 +31,7 @@ from uno.results.classes import OutputClass, edits_of
 from uno.text import plural, visible
 
 NUM_PICTURES = 5  # pictures of a class
-MAX_CLASSES, MAX_ROWS = 40, 20  # rows of a table
+MAX_CLASSES = 40  # rows of a table
 MANY_ROWS = 20_000  # rows of a data set above which images in tables are not read
 SIDE, QUALITY = 48, 60  # pixels of a picture, and its JPEG quality
 # side in pixels up to which a PNG is smaller than a JPEG; pixels stay sharp then
@@ -181,32 +181,6 @@ def model_html(
     heads = ["", "class", "kind", "images", ""]
     images = [own.images for own in members]
     return _table(title, facts, heads, images, rows, end, side, value_range)
-
-
-def predictions_html(
-    title: str,
-    facts: Sequence[str],
-    images: Sequence[Image],
-    rows: Sequence[Sequence[Any]],
-    more: int,
-    value_range: Range | None = None,
-) -> str:
-    """Return a table of the first predictions as HTML.
-
-    Args:
-        title: The title of the table.
-        facts: Lines of text below the title.
-        images: The image of each row.
-        rows: For each row the path of the image, the class, its kind, the probability,
-            the share of heads that agree, and the reason if the image could not be
-            read. Floats are shown in percent.
-        more: The number of predictions that are not shown.
-        value_range: As in :class:`uno.data.decode.Decoding`.
-    """
-    heads = ["", "image", "class", "kind", "probability", "heads agree", ""]
-    end = plural(more, "more image") if more else ""
-    groups = [[image] for image in images]
-    return _table(title, facts, heads, groups, rows, end, SIDE, value_range)
 
 
 def format_counts(names: Iterable[str | None] | Mapping[str | None, int]) -> str:

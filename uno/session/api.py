@@ -7,9 +7,8 @@ HTML view for notebooks.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from os import PathLike, fspath
@@ -21,17 +20,17 @@ import PIL.ImageOps
 import torch
 from torch import Tensor
 
-from uno.config import VECTORS, Range, flatten
+from uno.config import VECTORS, Range
 from uno.data.decode import BadImage, Decoding, decoded, ok_mask, to_rgb
 from uno.data.embeddings import Vectors, given_vectors, require_kind
 from uno.data.files import Storage, full_path, split
 from uno.data.images import Image, Images
-from uno.errors import ConfigError, StorageError, UnoError, as_user_error
+from uno.errors import ConfigError, StorageError, as_user_error
 from uno.results import show
 from uno.results.classes import OutputClass, prediction_labels
 from uno.results.infer import NUMBERS, Classifier, load_classifier, score_rows
 from uno.results.trust import verdict
-from uno.runs import CONFIG_FILE, REPORT_FILE, directory
+from uno.runs import REPORT_FILE, directory
 from uno.session.configure import configure, from_keywords
 from uno.session.console import suppress_output
 from uno.text import plural
@@ -97,9 +96,6 @@ class Predictions:
         embedding: Output of the encoder, float32 (N, D).
         reason: Why an image could not be read, None if it was read.
         path: Path or URI of an image, None if the image was given as pixels or bytes.
-        first: The first images themselves, for the HTML view in a notebook.
-        value_range: The values that are black and white in this view, in images of
-            more than 8 bits.
     """
 
     class_index: np.ndarray  # (N,) int64
@@ -114,8 +110,6 @@ class Predictions:
     embedding: np.ndarray  # (N, D)
     reason: list[str | None]
     path: list[str | None]  # of an image that was given as one
-    first: list[Image]  # the first images, for a notebook
-    value_range: Range | None = None
 
     def __len__(self) -> int:
         return len(self.class_index)
@@ -126,14 +120,9 @@ class Predictions:
     def __getitem__(self, row: slice) -> Predictions: ...
     def __getitem__(self, row: int | slice) -> Prediction | Predictions:
         if isinstance(row, slice):
-            first: list[Image] = [*self.first, *[b""] * (len(self) - len(self.first))]
-            values = {
-                field.name: getattr(self, field.name)[row]
-                for field in fields(self)
-                if field.name not in ("first", "value_range")
-            }
-            shown = first[row][: show.MAX_ROWS]
-            return Predictions(**values, first=shown, value_range=self.value_range)
+            return Predictions(
+                **{field.name: getattr(self, field.name)[row] for field in fields(self)}
+            )
         index = int(self.class_index[row])
         return Prediction(
             class_index=None if index < 0 else index,
@@ -169,26 +158,6 @@ class Predictions:
             ) from None
         names = ("path", "class_index", "class_name", "kind", *NUMBERS, "reason")
         return pandas.DataFrame({name: getattr(self, name) for name in names})
-
-    def _repr_html_(self) -> str:
-        """Return the HTML view for a notebook: counts and the first images."""
-        rows = [
-            (
-                path or f"image {i}",
-                one.class_name,
-                one.kind,
-                one.probability,
-                one.head_agreement,
-                one.reason,
-            )
-            for i, (path, one, _) in enumerate(
-                zip(self.path, self, self.first, strict=False)
-            )
-        ]
-        title, facts = plural(len(self), "image"), [show.format_counts(self.class_name)]
-        return show.predictions_html(
-            title, facts, self.first, rows, len(self) - len(rows), self.value_range
-        )
 
 
 class Model:
@@ -366,11 +335,6 @@ class Model:
             probabilities=column("probabilities", len(self.classes)),
             embedding=column("features", width),
             path=[item if isinstance(item, str) else None for item in items],
-            first=[
-                b"" if isinstance(item, BadImage) else item
-                for item in items[: show.MAX_ROWS]
-            ],
-            value_range=how.value_range,
         )
 
 
@@ -445,24 +409,17 @@ def discover(
         if labels is not None or ids is not None:
             raise ConfigError("labels and ids go with embeddings")
         return _discover_source(settings, overwrite, quiet, report)
-    stored = stored_embeddings(settings, embeddings, labels, ids, overwrite)
-    with stored as on_file:
-        return _discover_source(on_file, overwrite, quiet, report)
+    stored = store_embeddings(settings, embeddings, labels, ids)
+    return _discover_source(stored, overwrite, quiet, report)
 
 
-@contextmanager
-def stored_embeddings(
-    settings: Mapping[str, Any],
-    embeddings: Any,
-    labels: Any,
-    ids: Any,
-    overwrite: bool,
-) -> Iterator[dict[str, Any]]:
+def store_embeddings(
+    settings: Mapping[str, Any], embeddings: Any, labels: Any, ids: Any
+) -> dict[str, Any]:
     """Store embeddings beside the run that is trained on them.
 
-    The name of the file contains a hash of its content, so that no call replaces the
-    vectors of an earlier run. At the end a file that the run does not use is deleted:
-    the new one if the run was refused, and the earlier one if it was started over.
+    The name of the file contains a hash of its content. So no call replaces the vectors
+    of another run, and the same call finds its file again.
 
     Args:
         settings: The keywords of :func:`discover`.
@@ -470,69 +427,24 @@ def stored_embeddings(
         labels: The class of each row (N,), or a missing value for an unlabeled row;
             None for no labels at all.
         ids: The name of each row (N,); None to number the rows.
-        overwrite: Whether a run in the same directory is started over.
 
-    Yields:
+    Returns:
         The keywords of :func:`discover` for a run on the stored file.
 
     Raises:
-        ConfigError: The arguments do not fit each other, or the directory holds a run
-            on other embeddings.
+        ConfigError: The arguments do not fit each other.
     """
     given = from_keywords(settings)
     if own := {"data.source", "data.labeled"} & given.keys():
         raise ConfigError(f"give either embeddings or {own.pop()}, not both")
     config = configure({**given, "data.source": f"{VECTORS}:"})
-    vectors, output = given_vectors(embeddings, labels, ids), str(config.output)
-    beside = f"{full_path(output)}-{VECTORS}"
-    place, earlier = f"{beside}-{vectors.digest[:12]}.parquet", vectors_of(output)
-    if earlier not in (None, place) and not overwrite:
-        raise ConfigError(
-            f"{output} was trained on other data: other embeddings, labels or ids;"
-            " pass overwrite=True to start over, or another output"
-        )
+    vectors = given_vectors(embeddings, labels, ids)
+    beside = f"{full_path(str(config.output))}-{VECTORS}"
+    place = f"{beside}-{vectors.digest[:12]}.parquet"
     folder, name = split(place)
-    is_new = not Storage(folder).exists(name)
-    if is_new:
+    if not Storage(folder).exists(name):
         vectors.store(place)
-    try:
-        yield {**settings, "data": f"{VECTORS}:{place}"}
-    finally:
-        with suppress(UnoError):  # a damaged directory may use either file: keep both
-            now = vectors_of(output)
-            if is_new and now != place:
-                _delete_file(place)
-            is_ours = re.fullmatch(
-                rf"{re.escape(beside)}-\w{{12}}\.parquet", earlier or ""
-            )
-            if is_ours and earlier is not None and now != earlier:
-                _delete_file(earlier)
-
-
-def vectors_of(output: str) -> str | None:
-    """Return the path of the file of vectors that a run was trained on.
-
-    Args:
-        output: The run directory, a path or URI.
-
-    Returns:
-        The path, or None if the directory holds no run on vectors.
-
-    Raises:
-        ConfigError: The directory holds a run whose configuration is damaged.
-    """
-    storage = Storage(output)
-    if not storage.exists(CONFIG_FILE):
-        return None
-    source = flatten(directory.read_config_tree(storage)).get("data.source")
-    kind, _, path = str(source).partition(":")
-    return path if kind == VECTORS else None
-
-
-def _delete_file(path: str) -> None:
-    """Delete the file at a path or URI."""
-    folder, name = split(path)
-    Storage(folder).delete(name)
+    return {**settings, "data": f"{VECTORS}:{place}"}
 
 
 def _discover_source(
@@ -600,17 +512,8 @@ def _default_torch_settings(device: torch.device) -> Iterator[None]:
     autocast is off on ``device``. The dtype and the other settings are restored at the
     end. A forked child of the process that imported this module is set to one thread,
     because OpenMP would wait forever for the threads of its parent.
-
-    Raises:
-        ConfigError: ``device`` is a GPU, and this is a forked child of a process that
-            has used a GPU.
     """
     if os.getpid() != IMPORTING_PROCESS:
-        if device.type == "cuda" and torch.cuda._is_in_bad_fork():
-            raise ConfigError(
-                "a forked process cannot use CUDA: start it by multiprocessing's"
-                ' "spawn"'
-            )
         torch.set_num_threads(1)
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)

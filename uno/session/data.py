@@ -20,7 +20,7 @@ from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
 from uno.data.stream import EvalData, TrainData, streaming_eval_sets, streaming_set
 from uno.data.unreadable import BAD_SAMPLES, check_bad, name_bad
-from uno.encoders.runtimes import Runtime, choose_runtime, require_runtime
+from uno.encoders.runtimes import OPENVINO, Runtime, require_runtime, runtime_precision
 from uno.errors import ConfigError, Interrupted
 from uno.runs.hardware import local_device, num_threads
 from uno.runs.run import frozen_encoder
@@ -227,26 +227,22 @@ def compute_local(
     return features.compute_local(job, encoder.to(device), rows, threads)
 
 
-def _faster_encoder(job: FeatureJob, encoder: nn.Module, rows: np.ndarray) -> nn.Module:
+def _faster_encoder(job: FeatureJob, encoder: nn.Module) -> nn.Module:
     """Return a frozen encoder in the form that ``compute.encoder_runtime`` names.
 
-    On a GPU, and with the runtime "torch", the encoder itself is returned. Another
-    runtime encodes a few of the images as a test.
+    On a GPU, and with the runtime "torch", the encoder itself is returned.
 
     Args:
         job: The images to encode, and the configuration.
         encoder: The frozen encoder.
-        rows: The numbers of the rows to encode, int64 (n,).
 
     Raises:
-        ConfigError: The runtime cannot compute the encoder.
+        ConfigError: The runtime is not installed.
     """
-    plan = choose_runtime(job.config, local_device(job.config))
-    if plan is None:
+    precision = runtime_precision(job.config, local_device(job.config))
+    if precision is None:
         return encoder
-    fast = Runtime(encoder, plan, num_threads(job.config))
-    fast(features.first_images(job, rows))
-    return fast
+    return Runtime(encoder, precision, num_threads(job.config))
 
 
 def load_features(
@@ -311,8 +307,8 @@ def load_features(
         """
         cached = len(task.rows) - len(rows)
         have = f" ({cached:,} cached)" if cached else ""
-        fast = _faster_encoder(job, encoder, rows)
-        how = f" by {fast.plan.runtime}" if isinstance(fast, Runtime) else ""
+        fast = _faster_encoder(job, encoder)
+        how = f" by {OPENVINO}" if isinstance(fast, Runtime) else ""
         images = (
             f"{plural(len(rows), 'image')} through {config.model.encoder}{how}{have}"
         )

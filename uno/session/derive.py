@@ -354,7 +354,8 @@ def _derive_image_size(
     if has_view_size or has_stored_size:
         size = config.augment.large.size if has_view_size else config.data.stored_size
         return dict.fromkeys(SIZES[:2], size), ""
-    sides = [min(header.width, header.height) for header in task.rows.headers.readable]
+    headers = [image.header for image in task.rows.image_sample.readable]
+    sides = [min(header.width, header.height) for header in headers]
     median_side = int(np.median(sides or [config.data.stored_size]))
     stem = config.model.stem
     if config.model.encoder == "resnet_small":

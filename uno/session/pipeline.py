@@ -28,6 +28,7 @@ from uno.presets import is_custom_data, preset
 from uno.report.report import open_task, write_report
 from uno.results import predictions
 from uno.results.accuracy_table import format_table
+from uno.results.annotations import update_tables
 from uno.results.classes import (
     ModelClasses,
     OutputClass,
@@ -186,10 +187,10 @@ def report(target: str, given: Mapping[str, Any]) -> str:
 def apply_classes(run: Run, model: Classifier, edited: list[OutputClass]) -> None:
     """Apply edited classes to the model of a run and to all files that depend on them.
 
-    Names, merged classes and dropped classes change in the model, the predictions, the
-    metrics, the report and exported models. Rows are only predicted or evaluated again
-    if other classes were merged or dropped; new names are written into the stored
-    predictions.
+    Names, merged classes and dropped classes change in the model, the predictions and
+    their tables, the metrics, the report and exported models. Rows are only predicted
+    or evaluated again if other classes were merged or dropped; new names are written
+    into the stored predictions.
 
     Args:
         run: The locked run, or a copy of its ``model/``.
@@ -241,6 +242,8 @@ def apply_classes(run: Run, model: Classifier, edited: list[OutputClass]) -> Non
                     f"warning: {name} was not updated and still has the previous"
                     f" classes: {error}"
                 )
+    if predict or renamed:
+        updated |= dict.fromkeys(update_tables(storage), True)
     print_line(f"applied to {', '.join(name for name in updated if updated[name])}")
 
 
@@ -484,8 +487,8 @@ def _mark_measured(storage: Storage) -> None:
 def show_results(storage: Storage, values: dict[str, float]) -> None:
     """Print the results of a finished run, and which commands can follow.
 
-    The results are the verdict, the numbers of images in each class, and the table of
-    accuracies if the data has true classes.
+    The results are the verdict, the numbers of unlabeled images in each class, and the
+    table of accuracies if the data has true classes.
 
     Args:
         storage: The run directory.
@@ -496,7 +499,9 @@ def show_results(storage: Storage, values: dict[str, float]) -> None:
     novel = "novel-1"
     # the table may be damaged; the next prediction replaces it
     with suppress(StorageError):
-        if (table := read_columns(storage, ("class_name", "kind"))) is not None:
+        table = read_columns(storage, ("class_name", "kind", "label"))
+        if table is not None:
+            table = table.filter(pc.field("label").is_null())
             for kind, title in (
                 ("novel", "new classes"),
                 ("known", "known classes"),
@@ -509,7 +514,7 @@ def show_results(storage: Storage, values: dict[str, float]) -> None:
                 )
                 pairs = table.filter(is_kind)["class_name"].value_counts().to_pylist()
                 if counts := {pair["values"]: pair["counts"] for pair in pairs}:
-                    print_line(f"images of {title}: {format_counts(counts)}")
+                    print_line(f"unlabeled images of {title}: {format_counts(counts)}")
                 if kind == "novel":
                     novel = min(
                         counts, key=lambda name: (len(name), name), default=novel

@@ -156,6 +156,9 @@ def check_source(config: Config, given: Mapping[str, Any]) -> None:
     config = with_full_path(override(config, {"output": None}))
     if config.model.weights not in (None, PRETRAINED):
         starting_weights(config, overwrite=True)  # refuses weights that do not fit
+    if config.data.num_novel == "auto":
+        print_line("a run estimates the number of new classes; this check assumes 2")
+        config = override(config, {"data.num_novel": 2})
     config, task = resolve(
         config, given, measure_memory=choose_backend(config).free_memory
     )

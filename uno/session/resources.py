@@ -16,7 +16,7 @@ from uno.data.splits import Task
 from uno.encoders.build import build_encoder
 from uno.errors import ConfigError
 from uno.methods import load
-from uno.model import build_network, num_heads
+from uno.model import build_network
 from uno.runs.hardware import local_device
 
 # share of the free memory that images may take; training and the system need more
@@ -258,8 +258,7 @@ def check_memory(config: Config, task: Task) -> None:
     advice = (
         "use --data.loading streaming, or --limit"
         if largest.endswith(" images")
-        else "lower --batch-size, --augment.large.size, the encoder or"
-        " --objective.queue-size"
+        else "lower --batch-size or --augment.large.size, or take a smaller encoder"
     )
     listed = ", ".join(f"{name} {_format_size(part)}" for name, part in parts.items())
     raise ConfigError(
@@ -280,9 +279,8 @@ def estimate_training_bytes(config: Config, task: Task) -> dict[str, int]:
         task: Its rows, which have the numbers of classes.
 
     Returns:
-        Bytes by part: of the "network" with gradients and momentum, of the
-        "activations" of the encoder in a step of discovery, and of the "queue" of
-        projections of earlier batches.
+        Bytes by part: of the "network" with gradients and momentum, and of the
+        "activations" of the encoder in a step of discovery.
     """
     library = config.model.encoder.partition(":")[0]
     # vectors have small heads, which on that device import PyTorch's compiler
@@ -303,15 +301,9 @@ def estimate_training_bytes(config: Config, task: Task) -> dict[str, int]:
     if precision == "auto":
         precision = "bf16" if local_device(config).type == "cuda" else "fp32"
     activations = config.train.batch_size * per_image
-    workers, families = max(1, config.compute.num_workers), 2
-    in_queue = config.objective.queue_size * config.augment.large.num_views
-    if not config.model.overcluster_factor:
-        families = 1
-    queue = 4 * in_queue * families * num_heads(config)
     return {
-        "network": workers * weights,
+        "network": max(1, config.compute.num_workers) * weights,
         "activations": activations // 2 if precision == "bf16" else activations,
-        "queue": workers * queue * config.model.projection_dim,
     }
 
 

@@ -5,7 +5,6 @@ docs/contributing/data-situations.md lists each with its source.
 
 import io
 import json
-import struct
 import tarfile
 
 import numpy as np
@@ -229,32 +228,3 @@ def test_dots_in_folders_of_a_shard_do_not_end_the_key(tmp_path):
                 tar.addfile(info, io.BytesIO(data))
     rows = read(tmp_path / "t.tar")
     assert rows.labels.to_pylist() == ["cat"] * 3 and decode(rows.images[2], 8).any()
-
-
-def tiff_of_12_bits(values: np.ndarray) -> bytes:
-    """Return a TIFF that packs two samples into three bytes."""
-    height, width = values.shape
-    bits = "".join(f"{value:012b}" for value in values.reshape(-1))
-    data = int(bits, 2).to_bytes(len(bits) // 8, "big")
-    tags = {
-        256: width,
-        257: height,
-        258: 12,  # bits per sample
-        259: 1,
-        262: 1,
-        273: 8,
-        277: 1,
-        278: height,
-        279: len(data),
-    }
-    entries = b"".join(
-        struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items()
-    )
-    header = b"II*\0" + struct.pack("<I", 8 + len(data))
-    return header + data + struct.pack("<H", len(tags)) + entries + bytes(4)
-
-
-def test_a_tiff_of_12_bits_has_the_range_that_it_declares():
-    values = np.linspace(0, 4095, 64).astype(np.uint16).reshape(8, 8)
-    image = decode(tiff_of_12_bits(values), 8)
-    assert (image[0] == values.astype(int) * 255 // 4095).all()

@@ -2,18 +2,18 @@
 
 import errno
 import os
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 from unittest.mock import MagicMock, Mock
 from urllib.parse import quote
 
 import pytest
-from pyarrow import fs
 
 from uno.data import array_files, files
 from uno.data.files import Storage, full_path, parse_json, read_whole, valid_text
 from uno.encoders import weights
 from uno.errors import ConfigError, StorageError
-from uno.runs.lock import ClaimedStorage
 
 # pyarrow's file system in memory: neither local nor an object store
 MEMORY = "mock:///run"
@@ -71,7 +71,7 @@ def test_relative_paths_are_made_absolute(tmp_path, monkeypatch):
 
 def test_bad_uris_and_missing_files_are_storage_errors_of_one_line(tmp_path):
     """Kills: pyarrow's own exceptions."""
-    for root in ("nothing://bucket/run", "s3:///", "://x"):
+    for root in ("nothing://bucket/run", "://x"):
         with pytest.raises(StorageError, match=r"^.*cannot open.*$"):
             Storage(root)
     for storage in (Storage(str(tmp_path)), Storage(MEMORY)):
@@ -154,13 +154,10 @@ def test_writes_are_flushed_before_they_are_named(tmp_path, monkeypatch):
     assert calls == ["fsync", "replace", "fsync"]
 
 
-def test_errors_of_the_file_system_are_storage_errors(tmp_path, monkeypatch):
-    """Kills: an OSError that passes through any method, one that is tried again
-    though it stays.
-    """
+def test_errors_of_the_file_system_are_storage_errors():
+    """Kills: an OSError that passes through any method."""
     storage = Storage(MEMORY)
     storage._fs = Mock(type_name="mock")
-    monkeypatch.setattr(files.time, "sleep", pytest.fail)
     for name in (
         "get_file_info",
         "open_input_file",
@@ -181,175 +178,62 @@ AWS = "When getting information for key 'k' in bucket 'bucket': AWS Error"
 @pytest.mark.parametrize(
     ("error", "passes"),
     [
-        (
-            (
-                f"{AWS} UNKNOWN (HTTP status 503) during HeadObject operation: No"
-                " response body."
-            ),
-            True,
-        ),
-        (
-            (
-                f"{AWS} UNKNOWN (HTTP status 429) during HeadObject operation: No"
-                " response body."
-            ),
-            True,
-        ),
+        (f"{AWS} UNKNOWN (HTTP status 503) during HeadObject operation: none", True),
+        (f"{AWS} UNKNOWN (HTTP status 429) during HeadObject operation: none", True),
         (f"{AWS} SLOW_DOWN during CreateMultipartUpload operation: text", True),
-        (
-            (
-                f"{AWS} NETWORK_CONNECTION during HeadObject operation: curlCode: 7,"
-                " Could not connect"
-            ),
-            True,
-        ),
+        (f"{AWS} NETWORK_CONNECTION during HeadObject operation: curlCode: 7", True),
         (OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT), "/nfs/a"), True),
         (OSError(errno.ESTALE, os.strerror(errno.ESTALE), "/nfs/a"), True),
-        (
-            (
-                f"{AWS} UNKNOWN (HTTP status 400) during HeadObject operation: No"
-                " response body."
-            ),
-            False,
-        ),
-        (f"{AWS} ACCESS_DENIED during HeadObject operation: No response body.", False),
+        (f"{AWS} UNKNOWN (HTTP status 400) during HeadObject operation: none", False),
+        (f"{AWS} ACCESS_DENIED during HeadObject operation: none", False),
         (f"{AWS} NO_SUCH_BUCKET during GetObject operation: text", False),
-        *[
-            (OSError(code, os.strerror(code), "/nfs/a"), False)
-            for code in (
-                errno.ENOENT,
-                errno.EACCES,
-                errno.ENOSPC,
-                errno.EDQUOT,
-                errno.EROFS,
-                errno.EIO,
-            )
-        ],
+        (OSError(errno.ENOENT, os.strerror(errno.ENOENT), "/nfs/a"), False),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/nfs/a"), False),
+        (OSError(errno.EIO, os.strerror(errno.EIO), "/nfs/a"), False),
     ],
 )
-def test_what_may_pass_is_tried_again_for_half_a_minute(
-    monkeypatch, caplog, error, passes
-):
-    """Texts of pyarrow 26 before a server that answers so. Kills: a permanent error
-    that waits, one that may pass and ends a run, retries without pauses or without end.
-    """
-    paused, asked = [], []
-    monkeypatch.setattr(files.time, "sleep", paused.append)
-    error = OSError(error) if isinstance(error, str) else error
-
-    def access(name):
-        asked.append(name)
-        if len(asked) <= failures:
-            raise error
-        return "data"
-
-    failures = 2
-    if not passes:
-        with pytest.raises(OSError):
-            files.retry_transient(access)("a")
-        assert asked == ["a"] and not paused
-        return
-    assert (
-        files.retry_transient(access)("a") == "data"
-        and paused == [1, 2]
-        and "retrying in 2 s" in caplog.text
-    )
-    asked.clear(), paused.clear()
-    failures = 99
-    with pytest.raises(OSError):
-        files.retry_transient(access)("a")
-    assert sum(paused) == 31 and len(asked) == len(paused) + 1
+def test_errors_that_may_pass_are_known_by_their_text(error, passes):
+    """Texts of pyarrow 26 before a server that answers so."""
+    assert files.is_transient(error) == passes
 
 
-def test_every_access_to_storage_is_patient(tmp_path, monkeypatch):
-    """Each succeeds after one refusal. Kills: a method or a function that is not
-    tried again.
-    """
-    monkeypatch.setattr(files.time, "sleep", lambda _: None)
-    storage, inner = Storage(MEMORY), Storage(str(tmp_path))
-    for name in ("x", "t"):
-        inner.write(name, b"1")
+class ThrottledObject(BaseHTTPRequestHandler):
+    """An object store with one object, which refuses the first two of its requests."""
 
-    def once(function):
-        failed = []
+    content = b"0123456789"
+    num_requests = 0
 
-        def flaky(*args, **kwargs):
-            if not failed:
-                failed.append(1)
-                raise OSError(f"{AWS} SLOW_DOWN")
-            return function(*args, **kwargs)
+    def do_GET(self):
+        """Answer a request for the object or a range of it."""
+        type(self).num_requests += 1
+        if self.num_requests <= 2:
+            self.send_response(503)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(self.content)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(self.content)
 
-        return flaky
+    def do_HEAD(self):
+        """Answer as to a request for the object, but without its content."""
+        self.do_GET()
 
-    def flaky_files():
-        real = fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem())
-        names = (
-            "get_file_info",
-            "open_input_file",
-            "open_input_stream",
-            "open_output_stream",
-            "delete_file",
-        )
-        return Mock(
-            type_name="s3", **{name: once(getattr(real, name)) for name in names}
-        )
-
-    for act in (
-        lambda: storage.exists("x"),
-        lambda: storage.read("x") == b"1",
-        lambda: storage.list() == ["t", "x"],
-        lambda: storage.write("y", b"2") is None,
-        lambda: storage.append("y", b"2") is None,
-        lambda: storage.delete("y") is None,
-        lambda: storage.find("x") == b"1",
-    ):
-        storage._fs, storage.root = flaky_files(), ""
-        assert act()
-    for act in (
-        lambda: files.kind("s3://b/x") == "file",
-        lambda: files.children("s3://b/")[1] == ["t", "x"],
-        lambda: len([*files.walk("s3://b/")]) == 2,
-        lambda: files.read_bytes("s3://b/x", 9) == b"1",
-    ):
-        remote = flaky_files()
-        monkeypatch.setattr(
-            files,
-            "locate",
-            lambda path, remote=remote: (remote, path.rpartition("/")[2]),
-        )
-        assert act()
+    def log_message(self, *args):
+        """Write nothing to the console."""
 
 
-@pytest.mark.parametrize("kind", [Storage, ClaimedStorage])
-@pytest.mark.parametrize("name", ["exists", "list", "read", "write", "delete"])
-def test_pauses_of_nested_accesses_do_not_multiply(kind, name, monkeypatch):
-    """A store that throttles for ever is left after one series of pauses."""
-    paused, storage = [], kind(MEMORY, *(["token"] if kind is ClaimedStorage else []))
-    monkeypatch.setattr(files.time, "sleep", paused.append)
-    throttled = Mock(side_effect=OSError(f"{AWS} SLOW_DOWN"))
-    calls = ("get_file_info", "open_input_file", "open_output_stream", "delete_file")
-    storage._fs = Mock(type_name="s3", **dict.fromkeys(calls, throttled))
-    with pytest.raises(StorageError, match="SLOW_DOWN"):
-        getattr(storage, name)("x", *([b""] if name == "write" else []))
-    assert sum(paused) == 31
-
-
-def test_every_read_of_an_open_remote_file_is_retried(monkeypatch):
-    """The file fails at its opening and before each of two pieces."""
-    monkeypatch.setattr(files.time, "sleep", lambda _: None)
-    content, fails = b"0123456789", iter([True, False] * 5)
-
-    def refuse_once(answer):
-        if next(fails):
-            raise OSError(f"{AWS} SLOW_DOWN")
-        return answer
-
-    remote = Mock(size=lambda: len(content))
-    remote.read_at = lambda num, at: refuse_once(content[at : at + num])
-    storage = Storage(MEMORY)
-    storage._fs = Mock(open_input_file=lambda name: refuse_once(remote))
-    with storage.open("x") as file:
-        assert file.read(4) == b"0123" and file.read_at(3, 6) == b"678"
+def test_a_store_that_throttles_is_asked_again(monkeypatch):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "none")
+    with HTTPServer(("127.0.0.1", 0), ThrottledObject) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        place = f"endpoint_override=127.0.0.1:{server.server_port}"
+        uri = f"s3://bucket/x?region=us-east-1&scheme=http&{place}"
+        assert files.read_bytes(uri, 10) == ThrottledObject.content
+        server.shutdown()
 
 
 def test_space_is_reserved_where_the_system_has_no_call_for_it(tmp_path, monkeypatch):

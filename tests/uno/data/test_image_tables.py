@@ -70,12 +70,9 @@ def test_a_comma_inside_a_semicolon_table_is_text(folder):
     assert read(write_table(folder, text)).labels.to_pylist() == ["cat"]
 
 
-def test_the_separator_that_excel_declares_is_used_and_lines_still_count(folder):
+def test_the_separator_that_excel_declares_is_used(folder):
     source = write_table(folder, "sep=;\r\npath;label\r\na.png;cat\r\ngone.png;dog\r\n")
-    rows = read(source)
-    assert rows.labels.to_pylist() == ["cat", "dog"] and rows.images.lines(
-        np.arange(2)
-    ) == [3, 4]
+    assert read(source).labels.to_pylist() == ["cat", "dog"]
 
 
 def test_a_file_that_ends_in_tsv_is_a_table(folder):
@@ -273,33 +270,20 @@ def test_uris_below_the_folder_of_images_are_read(tmp_path, monkeypatch):
     assert read(local, image_folder="s3://bucket/pets").images[0] == rows.images[0]
 
 
-def test_unreadable_rows_of_a_table_have_their_path_and_line(folder):
+def test_unreadable_rows_of_a_table_have_their_path(folder):
     source = write_table(folder, csv_text().replace("sub/b", "sub/gone"))
     config = Config(data=DataConfig(source=source, num_novel=1, max_bad_fraction=1))
     task = make_task(read_rows(config.data), config.data)
     gone = os.path.realpath(folder / "sub/gone.png")
     for seconds in (0, 60):
         messages = [problem.message for problem in check(task, config, seconds)]
-        assert any(f"row-1 ({gone}, line 3)" in message for message in messages)
+        assert any(f"row-1 ({gone})" in message for message in messages)
     _, reasons = decode_many(task.rows.images, 8)
     storage = filesystem.Storage(str(folder / "run"))
     check_bad(task.rows.ids, reasons, 1, storage, task.rows.images)
     entry = json.loads(storage.read("bad_samples.jsonl"))
-    assert (entry["id"], entry["uri"], entry["line"]) == ("row-1", gone, 3)
-    assert name_bad(entry) == f"row-1 ({gone}, line 3)"
-    assert read_facts(storage).bad == [
-        (f"row-1 ({gone}, line 3)", "No such file or directory")
-    ]
-
-
-def test_duplicates_of_a_table_have_their_paths(folder):
-    (folder / "sub/c.png").write_bytes((folder / "sub/b.png").read_bytes())
-    config = Config(
-        data=DataConfig(source=write_table(folder, csv_text()), num_novel=1)
-    )
-    task = make_task(read_rows(config.data), config.data)
-    (message,) = (p.message for p in check(task, config) if "duplicates" in p.message)
-    assert "sub/b.png, line 3" in message and "sub/c.png, line 4" in message
+    assert (entry["id"], entry["uri"]) == ("row-1", gone)
+    assert read_facts(storage).bad == [(f"row-1 ({gone})", "No such file or directory")]
 
 
 def test_rows_of_folders_keep_their_short_names(tmp_path):

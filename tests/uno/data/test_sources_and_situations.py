@@ -536,7 +536,7 @@ def is_right(rows: Rows, expected: Right) -> bool:
     """
     vectors = rows.images.vectors(np.arange(len(rows)))
     reasons = decode_many(rows.images, 8)[1] if vectors is None else vectors[1]
-    bad = rows.headers.reasons
+    bad = rows.image_sample.reasons
     names = row_names(rows.ids, rows.images, [*bad])
     said = " ".join([*rows.warnings, *names, *bad.values()])
     return (

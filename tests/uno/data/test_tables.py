@@ -1,7 +1,5 @@
 """Parquet, CSV and JSONL tables; images by reference."""
 
-import io
-import itertools
 import json
 import os
 import pickle
@@ -9,7 +7,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.dataset
@@ -19,7 +16,7 @@ import pytest
 
 from uno.config import DataConfig
 from uno.data import files as filesystem
-from uno.data import parquet, tables, text_tables
+from uno.data import tables, text_tables
 from uno.data.decode import decode, decode_many
 from uno.data.images import Files
 from uno.data.parquet import ParquetImages
@@ -378,36 +375,6 @@ def test_a_remote_folder_has_the_rows_of_a_local_one(tmp_path):
     assert [there.images[i] for i in range(8)] == [here.images[i] for i in range(8)]
     assert (there.ids, there.labels) == (here.ids, here.labels)
     assert there.class_names == here.class_names == ("c",)
-
-
-@pytest.mark.parametrize("request_bytes", [0, 2**26])
-def test_a_parquet_file_to_predict_is_read_from_a_store_that_throttles(
-    monkeypatch, request_bytes
-):
-    """Row groups are read by pages, or each in one request. One of five reads fails."""
-    images = [b"%d" % i for i in range(1200)]
-    content, numbers = io.BytesIO(), itertools.count()
-    pq.write_table(pa.table({"image": images}), content, row_group_size=60)
-    memory = fsspec.filesystem("memory")
-    memory.pipe_file("/b/t.parquet", content.getvalue())
-
-    class Throttled(io.BytesIO):
-        def read(self, *size):
-            if next(numbers) % 5 == 4:
-                raise OSError("AWS Error SLOW_DOWN during GetObject operation")
-            return super().read(*size)
-
-    class Store(pyarrow.fs.FSSpecHandler):
-        def open_input_file(self, path):
-            return pa.PythonFile(Throttled(self.fs.cat_file(path)), mode="r")
-
-    store = pyarrow.fs.PyFileSystem(Store(memory))
-    monkeypatch.setattr(filesystem, "locate", lambda path: (store, "b/t.parquet"))
-    monkeypatch.setattr(filesystem.time, "sleep", lambda _: None)
-    monkeypatch.setattr(parquet, "REQUEST_BYTES", request_bytes)
-    rows = read_parquet("s3://b/t.parquet", ReadOptions(images_only=True))
-    (found,) = rows.images.split(1200)
-    assert [found[i] for i in range(1200)] == images and next(numbers) > 20
 
 
 def test_another_file_and_no_file_are_seen(shards):

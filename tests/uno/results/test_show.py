@@ -120,20 +120,9 @@ def test_names_are_inert(tmp_path):
     stored = ModelClasses.parse(data).with_classes(classes)
     storage.write("model/classes.json", stored.dump())
     model = uno.load(tmp_path)
-    path = tmp_path / "<b>.png"
-    Image.fromarray(pixels(1, 8, 8)).save(path)
-    found = model.predict([path, tmp_path / "none.png", pixels(2, 8, 8)])
-    for text in (model._repr_html_(), found._repr_html_()):
-        page = Page(text)
-        assert (
-            page.scripts == []
-            and page.unclosed == []
-            and "<script" not in text
-            and "<b>.png" not in text
-        )
-        assert (
-            not any(char in text for char in "\x1b\u202e") and "alert(1)" in page.text
-        )
+    text, page = model._repr_html_(), Page(model._repr_html_())
+    assert page.scripts == [] and page.unclosed == [] and "<script" not in text
+    assert not any(char in text for char in "\x1b\u202e") and "alert(1)" in page.text
     assert "merged into" in model._repr_html_() and "dropped" in model._repr_html_()
 
 
@@ -149,16 +138,9 @@ def test_it_stays_small_whatever_the_pictures(num_classes):
     assert ("160 more classes" in text) == (num_classes == 200)
 
 
-def test_predictions_show_the_first_rows_and_are_a_table(digits):
+def test_predictions_are_a_table(digits):
     model, images = uno.load(digits.uri), read_digits().images.items[:30]
     found = model.predict([*images, "/no/such/file.png"])
-    text = found._repr_html_()
-    assert (
-        len(pictures(text)) == show.MAX_ROWS
-        and "11 more images" in text
-        and "image 19" in text
-    )
-    np.testing.assert_array_equal(pictures(text)[3], images[3][..., 0])
     assert repr(found).startswith(
         "<Predictions of 31 images: "
     ) and "unreadable (1)" in repr(found)
@@ -169,6 +151,3 @@ def test_predictions_show_the_first_rows_and_are_a_table(digits):
         and table["path"][30] == "/no/such/file.png"
     )
     assert json.loads(table.to_json(orient="records"))[30]["probability"] is None
-    alone = model.predict(["/no/such/file.png"])._repr_html_()
-    assert "No such file" in alone and pictures(alone) == []
-    assert "0 images" in model.predict([])._repr_html_()

@@ -95,21 +95,6 @@ def test_nobody_waits_for_the_storage_of_a_line(storage, monkeypatch):
         assert steps(storage) == list(range(1, 10))
 
 
-def test_uploads_to_an_object_store_are_rare(monkeypatch):
-    """The whole file is uploaded at a flush, not with every line."""
-    storage, uploads = Storage("mock:///run"), []
-    write_now = storage.write
-    monkeypatch.setattr(
-        storage, "write", lambda *args: uploads.append(1) or write_now(*args)
-    )
-    with Journal(storage, "discover", 0) as journal:
-        for step in range(1, 100):
-            journal.write(line(step))
-        journal.flush()
-        assert steps(storage) == [*range(1, 100)]
-    assert len(uploads) == 1
-
-
 def test_what_the_writing_thread_meets_ends_training(storage, monkeypatch):
     """Kills: a full disk that nobody hears of, a later line that hides the hole, an
     error in the place of the one that ended training.

@@ -190,15 +190,6 @@ def test_a_logger_that_fails_is_off_after_one_warning(
     assert losses == [1, 2]
 
 
-def test_a_server_that_is_down_does_not_end_a_run(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("mlflow")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    report("mlflow,tensorboard", Storage(str(tmp_path)), line(1))
-    assert capsys.readouterr().out.count("warning: --report-to mlflow is off: ") == 1
-    assert events(Storage(str(tmp_path)), "discover")
-
-
 def test_a_run_reports_to_its_loggers(tmp_path, monkeypatch):
     """From the driver: every line with a loss, the metrics at the end. Kills:
     loggers that nobody calls.

@@ -6,10 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.uno.small_run import small_config
-from uno.config import override
 from uno.data.files import Storage
-from uno.presets import preset
 from uno.results import predictions
 from uno.runs import REPORT_FILE
 from uno.session import pipeline
@@ -59,15 +56,3 @@ def test_the_last_lines_are_the_classes_and_what_to_do_next(tmp_path, capsys, tr
     pipeline.show_results(Storage(str(tmp_path)), values)
     again = capsys.readouterr().out
     assert "images of" not in again and ("accuracy, %" in again) == truth
-
-
-def test_a_run_names_its_encoder_its_weights_and_its_epochs():
-    model, training = pipeline.describe_run(small_config(), ("pretrain", "discover"))
-    assert "resnet_small, fully trained, 8 px" in model and "random" in model
-    assert "3 epochs of pretrain, 3 epochs of discover" in training
-
-
-def test_own_images_without_weights_get_a_hint():
-    config = override(preset("scratch"), {"data.source": "folder:photos"})
-    *_, hint = pipeline.describe_run(config, ("discover",))
-    assert "--weights pretrained" in hint

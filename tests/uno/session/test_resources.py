@@ -118,14 +118,6 @@ def test_the_estimate_grows_with_the_network_and_the_batch(task):
     assert two["activations"] == found["activations"]
 
 
-def test_the_queue_counts_for_every_head(task):
-    queue = estimate_training_bytes(small_config(objective__queue_size=1000), task)[
-        "queue"
-    ]
-    views, heads, families, projection = 2, 2, 2, 8
-    assert queue == 4 * 1000 * views * heads * families * projection
-
-
 def test_the_activations_are_those_that_the_backward_pass_keeps(task):
     """The estimate is close to what autograd saves."""
     config = small_config(augment__large__size=32, model__width=32)

@@ -5,16 +5,14 @@ import pytest
 import safetensors.torch
 import torch
 
-import uno
-from tests.uno.models import tiny_model, write_model
+from tests.uno.models import tiny_model
 from tests.uno.small_run import small_config
-from tests.uno.test_runtime import encoder_of, fake, installed
+from tests.uno.test_runtime import encoder_of, install_fake
 from uno.config import Config, override
 from uno.data import features
 from uno.data.files import Storage
 from uno.data.sources import read_digits
 from uno.data.splits import make_task
-from uno.encoders.runtimes import BUILD
 from uno.results.infer import accelerated_encoder
 from uno.session.data import load_features
 
@@ -23,10 +21,9 @@ CHUNK, ROWS = 16, 20
 
 @pytest.fixture
 def batches(monkeypatch):
-    """Sizes of the batches of an ``onnx`` that rounds otherwise than PyTorch."""
+    """Return the sizes of the batches of an OpenVINO that rounds in its own way."""
     seen = list[int]()
-    installed(monkeypatch, "onnx")
-    monkeypatch.setitem(BUILD, "onnx", fake(lambda values: values * (1 + 1e-5), seen))
+    install_fake(monkeypatch, lambda values: values * (1 + 1e-5), seen)
     monkeypatch.setattr(features, "CHUNK_ROWS", CHUNK)
     return seen
 
@@ -67,24 +64,16 @@ def test_each_runtime_has_features_of_its_own(tmp_path, batches, capsys, monkeyp
     depend on those before it.
     """
     plain = load(config_of(tmp_path))
-    assert not batches and "onnx" not in capsys.readouterr().out
-    found = load(config_of(tmp_path, "onnx"))
+    assert not batches and "openvino" not in capsys.readouterr().out
+    found = load(config_of(tmp_path, "openvino"))
     torch.testing.assert_close(found, plain * (1 + 1e-5), rtol=1e-6, atol=1e-6)
     assert not torch.equal(found, plain) and sum(batches) >= 2 * ROWS + 2 * ROWS
-    assert "by onnx" in capsys.readouterr().out
+    assert "by openvino" in capsys.readouterr().out
     monkeypatch.setattr(
         features, "encode_chunk", lambda *_: pytest.fail("features are there")
     )
     assert torch.equal(load(config_of(tmp_path)), plain)
-    assert torch.equal(load(config_of(tmp_path, "onnx")), found)
-
-
-def test_a_runtime_that_is_installed_is_not_used_unasked(tmp_path, batches):
-    """However many images there are."""
-    load(config_of(tmp_path))
-    write_model(tmp_path / "run")
-    uno.load(tmp_path / "run").predict(read_digits().images.items[:40])
-    assert not batches
+    assert torch.equal(load(config_of(tmp_path, "openvino")), found)
 
 
 def test_predictions_by_a_runtime_are_those_of_pytorch(tmp_path, batches):
@@ -95,7 +84,7 @@ def test_predictions_by_a_runtime_are_those_of_pytorch(tmp_path, batches):
         np.stack([features.decode_many([i], 8, 1)[0][0] for i in images])
     )
     plain = model.score(pixels)
-    config = override(Config(), {"compute.encoder_runtime": "onnx"})
+    config = override(Config(), {"compute.encoder_runtime": "openvino"})
     with accelerated_encoder(model, config, 2):
         fast = model.score(pixels)
     assert batches and [*model.module.state_dict()] == names

@@ -74,7 +74,7 @@ def test_classes_are_found_and_predicted(run):
         and one.embedding.shape == (1, 16)
         and "vectors of 16" in repr(model)
     )
-    assert "uno" in model._repr_html_() and found._repr_html_()
+    assert "uno" in model._repr_html_()
 
 
 def test_the_run_lists_bad_rows_and_shows_ids(run):
@@ -102,7 +102,7 @@ def test_the_same_call_goes_on_and_another_array_does_not(run):
         embeddings=vectors, labels=labels, num_novel=2, output=model.run, **FEW
     )
     assert again.model_hash == model.model_hash
-    with pytest.raises(ConfigError, match="other data"):
+    with pytest.raises(ConfigError, match=r"data\.source"):
         uno.discover(
             embeddings=vectors + 1, labels=labels, num_novel=2, output=model.run, **FEW
         )
