@@ -29,7 +29,7 @@ from uno.data.images import InMemory
 from uno.data.sources import read_digits
 from uno.errors import Interrupted
 from uno.presets import preset
-from uno.results.infer import load_classifier, read_model_files
+from uno.results.infer import decoder, load_classifier, read_model_files, sample_logits
 from uno.results.predictions import FOLDER, read_columns
 from uno.session import configure
 from uno.session.backend import LocalBackend, choose_backend
@@ -111,8 +111,18 @@ def test_this_machine_computes_features_if_workers_cannot(run, monkeypatch, capl
     monkeypatch.setattr(predict, "threads_of_actor", lambda *_: 1)
     monkeypatch.setattr(predict, "run_tasks", run_here)
     monkeypatch.setattr(ray_env, "cluster_address", lambda: "a cluster")
-    storage = Storage(str(run))
-    config = load_classifier(storage).config
+    storage, rows, numbers = Storage(str(run)), read_digits(), np.arange(1796, 1000, -1)
+    model, workers = load_classifier(storage), backend.RayBackend()
+    expected = sample_logits(model, decoder(model, rows, 1), numbers, 500)
+    config = override(model.config, {"compute.num_workers": 2})
+    monkeypatch.setattr(LocalBackend, "decoder", lambda *_: pytest.fail)
+    index, found = sample_logits(
+        model, workers.decoder(Run(config, storage, workers), model), numbers, 500
+    )
+    assert (index == expected[0]).all()
+    for ours, theirs in zip(found, expected[1], strict=True):
+        assert ours is theirs is None or torch.allclose(ours, theirs, atol=1e-5)
+
     files, images = read_model_files(storage), InMemory(["/no/such.png"])
     how = config, files, images, lambda batches: (len(batches), "here")
     assert predict.encode_on_ray(*how, [np.arange(1)]) == (1, "here")
