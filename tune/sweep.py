@@ -14,7 +14,7 @@ from tune import FOLDS, SCORES, spaces
 
 WHAT_SCORES = (
     "What trials are compared by: folds (known classes hidden in turn) or agreement of"
-    " the heads; oracle uses the true labels and is for research only."
+    " the heads."
 )
 TUNE = Command(
     "tune",

@@ -48,8 +48,8 @@ class SweepOptions(NamedTuple):
         space_name: The name of the space, or the path of its file.
         trials: The number of trials.
         search: How values are chosen: ``random``, ``grid`` or ``optuna``.
-        score: The name of the score, see :data:`tune.SCORES`: ``folds``,
-            ``agreement`` or ``oracle``.
+        score: The name of the score, see :data:`tune.SCORES`: ``folds`` or
+            ``agreement``.
         folds: The number of folds of each trial.
         hide: The number of known classes that a fold hides; None for the default, see
             :func:`tune.score.hidden_classes`.
