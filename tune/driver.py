@@ -125,7 +125,6 @@ def sweep_options(options: Options) -> SweepOptions:
         score=own.score,
         folds=own.folds,
         hide=own.hide,
-        seeds=own.seeds,
         concurrent=config.compute.num_workers or None,
         scheduler=own.scheduler,
         grace_epochs=own.grace_epochs,
@@ -444,7 +443,6 @@ def open_sweep(
         "space_name": options.space_name,
         "folds": options.folds if options.score == FOLDS else None,
         "hide": options.hide,
-        "seeds": options.seeds,
         "grace_epochs": (
             None if options.scheduler == "none" else options.grace_period(num_epochs)
         ),

@@ -177,12 +177,11 @@ def format_table(summary: Summary) -> str:
     for rank, trial in enumerate(summary.ranked):
         if rank < MAX_LISTED or trial.index == 0:
             name = f"{trial.index}{' (yours)' if trial.index == 0 else ''}"
-            spread = "" if math.isnan(trial.spread) else f" +- {trial.spread:.4f}"
             epochs = (
                 f"{trial.last_epoch}{' stopped' if trial.status == STOPPED else ''}"
             )
             values = (str(trial.overrides[domain.key]) for domain in space)
-            rows.append([name, epochs, f"{trial.score:.4f}{spread}", *values])
+            rows.append([name, epochs, f"{trial.score:.4f}", *values])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     failed = sum(trial.status == FAILED for trial in summary.trials)

@@ -296,7 +296,7 @@ class SweepSearcher(Searcher):
         )
         # Checkpoints of a trial that has ended are not needed.
         for entry in self._storage.list(name):
-            if "-seed" in entry or entry.startswith("pretrain-"):
+            if entry.startswith(("fold", "real", "pretrain-")):
                 self._storage.delete(f"{name}/{entry}")
         if self._optuna is not None:
             self._optuna.tell(trial)

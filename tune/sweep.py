@@ -38,9 +38,6 @@ TUNE = Command(
         "--hide": Argument(
             "Classes a fold hides; default: the novel share of all classes.", int | None
         ),
-        "--seeds": Argument(
-            "Runs of each configuration; the score is their mean.", PositiveInt, 1
-        ),
         "--scheduler": Argument(
             "What stops a trial early: asha (at each rung a third continues) or none.",
             Literal["asha", "none"],

@@ -91,7 +91,7 @@ def test_how_trials_end(sweep):
     storage.write(
         "trials/0005/failure.json", b'{"kind": "NumericsError", "reason": "non-finite"}'
     )
-    storage.write("trials/0005/fold0-seed0/x", b"")
+    storage.write("trials/0005/fold0/x", b"")
     for name in "bcd":
         plan.on_trial_complete(name, result={})
     plan.on_trial_complete("e", error=True)  # killed: out of memory
@@ -105,7 +105,7 @@ def test_how_trials_end(sweep):
         "non-finite",
         "the process died (out of memory?)",
     ]
-    assert not storage.exists("trials/0005/fold0-seed0")
+    assert not storage.exists("trials/0005/fold0")
     assert plan_of(sweep, trials=7)[2] == [2]  # it never ended
 
 
