@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -17,12 +16,12 @@ import torch
 import yaml
 
 from pipelines import backend, cli
-from tests.pipelines.small import SMALL, refused, wait_for, write_images
+from tests.pipelines.small import refused, wait_for, write_images
 from tests.uno.data.builders import encoded, pixels
 from tests.uno.data.test_tar import write_tar
-from tests.uno.models import NUM_DAMAGED, write_damaged, write_digits, write_model
+from tests.uno.models import write_damaged, write_digits, write_model
 from tests.uno.small_run import SMALL as SMALL_RUN
-from uno.config import Config, override
+from uno.config import override
 from uno.data.files import Storage
 from uno.data.sources import read_digits
 from uno.presets import preset
@@ -30,7 +29,6 @@ from uno.results.infer import load_classifier
 from uno.results.predictions import FOLDER, read_columns
 from uno.session import configure
 from uno.session.backend import LocalBackend, choose_backend
-from uno.session.data import read_task
 from uno.session.pipeline import discover
 from uno.session.predict import predict_run
 from uno.session.run import Run
@@ -49,34 +47,6 @@ def uno(*argv) -> None:
 
 def table_of(folder: Path) -> pa.Table:
     return pq.read_table(folder / FOLDER)
-
-
-@pytest.mark.slow
-def test_report_and_predictions_agree(tmp_path):
-    """Kills: two alignments of the heads."""
-    run = tmp_path / "run"
-    source = write_images(tmp_path / "in", {f"class {i}": 20 for i in range(10)})
-    data = ["--data", f"folder:{source}", "--known-classes", "first:5"]
-    uno(
-        "discover",
-        *SMALL,
-        *data,
-        "--model.num-heads",
-        "3",
-        "--workers",
-        "0",
-        "--output",
-        run,
-    )
-    config = override(Config(), yaml.safe_load((run / "config.yaml").read_text()))
-    task = read_task(config.data)
-    unlabeled = np.flatnonzero(task.is_train & (task.labels < 0))
-    agreement = table_of(run)["head_agreement"].to_numpy()[unlabeled].mean()
-    page = (run / "report.html").read_text()
-    shown = re.search(r'Heads agree</dt>\s*<dd><span class="big">([0-9.]+)<', page)
-    assert shown is not None and float(shown.group(1)) == pytest.approx(
-        100 * agreement, abs=0.06
-    )
 
 
 def test_predict_all_digits_and_again(run, tmp_path, capsys):
@@ -164,17 +134,6 @@ def test_workers_end_a_large_run(
     settings |= {"pretrain.epochs": 1, "discover.epochs": 1, "compute.threads": 1}
     discover(override(preset("digits"), settings), settings)
     assert workers.predicted == asked and (run / "report.html").exists()
-
-
-def test_damaged_files_have_rows(run, tmp_path, capsys):
-    readable = write_damaged(tmp_path / "in")
-    uno("predict", run, "--data", tmp_path / "in", "--output", tmp_path / "out")
-    bad = NUM_DAMAGED - sum(readable.values())
-    assert (
-        f"{NUM_DAMAGED} images, {NUM_DAMAGED - bad} ok, {bad} bad"
-        in capsys.readouterr().out
-    )
-    assert len(table_of(tmp_path / "out")) == NUM_DAMAGED
 
 
 def test_commands_without_checks_say_what_a_source_leaves_out(run, tmp_path, capsys):
@@ -276,6 +235,7 @@ def test_classes_from_first_look_to_predictions(run, capsys):
     uno("classes", run, "--apply")  # nothing was edited
     assert table_of(run).to_pandas().equals(before)
 
+    uno("export", run, "--format", "csv")
     edit(run, c5={"name": "sevens"})
     uno("classes", run)
     assert "is valid" in capsys.readouterr().out
@@ -284,6 +244,9 @@ def test_classes_from_first_look_to_predictions(run, capsys):
     after = table_of(run).to_pandas()
     assert after["class_name"].equals(before["class_name"].replace("novel-1", "sevens"))
     assert after.drop(columns="class_name").equals(before.drop(columns="class_name"))
+    with (run / "predictions.csv").open(encoding="utf-8-sig") as file:
+        names = [row["class_name"] for row in csv.DictReader(file)]
+    assert names == after["class_name"].tolist()
 
     edit(
         run,
@@ -364,6 +327,43 @@ def test_into_csv_and_folders(run, tmp_path, capsys):
     # images inside tables
     uno("predict", run, "--limit", 3, "--folders", "--output", tmp_path / "pixels")
     assert len(list((tmp_path / "pixels").rglob("*.png"))) == 3
+
+
+def test_classes_named_in_one_step(run, capsys):
+    uno("predict", run)
+    uno("classes", run, "--rename", "5=nine", "--rename", "novel-2=big cat")
+    assert "applied to the model, predictions" in capsys.readouterr().out
+    assert {"nine", "big cat"} & set(table_of(run)["class_name"].to_pylist())
+    names = [c.name for c in load_classifier(Storage(str(run))).classes]
+    assert names[5:8] == ["nine", "big cat", "novel-3"]
+    uno("classes", run, "--rename", "nine=9")  # by the name it has now
+    assert load_classifier(Storage(str(run))).classes[5].name == "9"
+    before = (run / "classes.yaml").read_bytes()
+    assert "two classes are named '9'" in refused(
+        capsys, 2, "classes", run, "--rename", "6=9"
+    )
+    assert (run / "classes.yaml").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_export_writes_and_says_what(run, tmp_path, capsys):
+    uno("export", run, "--format", "pt2")
+    assert (
+        "checked against the model; images uint8 (B, 3, 8, 8)"
+        in capsys.readouterr().out
+    )
+    assert (run / "model" / "model.pt2").exists()
+    uno(
+        "export",
+        run,
+        "--format",
+        "encoder",
+        "--output",
+        tmp_path / "sub" / "e.safetensors",
+    )
+    assert "conv1.weight" in safetensors.torch.load(
+        (tmp_path / "sub" / "e.safetensors").read_bytes()
+    )
 
 
 def test_predict_run_replaces_what_an_earlier_model_said(run):
