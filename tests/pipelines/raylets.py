@@ -213,16 +213,6 @@ def head(cpus: int, takes_jobs: bool = False) -> Iterator[Raylets]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-@contextmanager
-def two_nodes(hidden: Path, cpus: tuple[int, int] = (4, 3)) -> Iterator[Raylets]:
-    """A head, and a node that does not see the directory ``hidden`` if it is on a
-    second machine.
-    """
-    with head(cpus[0]) as raylets:
-        raylets.join(cpus[1], hidden)
-        yield raylets
-
-
 class Command:
     """A command on the first machine; ``lines`` are what it has said, on both
     streams, ``code`` its end.
