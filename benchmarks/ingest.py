@@ -40,7 +40,7 @@ from uno.config import Config, override
 from uno.crops import Cropper
 from uno.data.files import Storage
 from uno.data.images import Images, InMemory
-from uno.data.parquet import ParquetImages
+from uno.data.parquet import ParquetImages, ParquetShard
 from uno.data.sampling import make_pretrain_plan
 from uno.data.stream import Chunk, CropJob, StreamedImages, StreamSet, crop_local
 from uno.data.unreadable import BadRows
@@ -115,13 +115,11 @@ def source_of(options: argparse.Namespace) -> tuple[Images, np.ndarray]:
             glob.glob(str(SHARED / "imagenet-fullsize" / "train" / "*" / "*"))
         )
         return InMemory(files), np.arange(options.rows) % len(files)
-    files = [
-        str(SHARED / "cifar10-jpeg" / f"train-0000{i}-of-00004.parquet")
+    shards = [
+        ParquetShard(str(SHARED / "cifar10-jpeg" / f"train-0000{i}-of-00004.parquet"))
         for i in range(4)
     ]
-    return ParquetImages(str(SHARED), files, "img", [(-1, -1)] * len(files)), np.arange(
-        options.rows
-    )
+    return ParquetImages(shards, "img", [-1] * len(shards)), np.arange(options.rows)
 
 
 def job_of(config: Config, images: Images, rows: np.ndarray, folder: str) -> CropJob:

@@ -5,20 +5,20 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from pipelines import nodes, ray_env
 from pipelines.features import compute_on_ray
 from pipelines.predict import encode_on_ray, predict_on_ray
+from pipelines.tasks import run_tasks, wait_for_task
 from pipelines.train import run_on_ray
-from uno.config import Config, override
+from uno.config import Config
 from uno.data.splits import Task
-from uno.errors import ConfigError, Interrupted, one_line
+from uno.errors import ConfigError
 from uno.results import estimate
 from uno.results.estimate import Estimate, Settings
 from uno.results.infer import Classifier, Decode, read_model_files
@@ -194,11 +194,7 @@ class RayBackend(LocalBackend):
         config = run.config
         check_driver_memory(config, len(run.task.rows))
         with ray_env.connect(workers=config.compute.num_workers) as ray:
-            # One place is enough to begin, and more are used if there is room.
-            one = override(config, {"compute.num_workers": 1})
-            request = nodes.once_one_fits(
-                one, lambda: ray_env.task_request(config, ray.cluster_resources())
-            )
+            request = wait_for_task(ray, config)
             return estimate.estimate_num_novel(
                 config,
                 estimated_set(run, partial(compute_on_ray, ray)),
@@ -206,7 +202,7 @@ class RayBackend(LocalBackend):
                 run.storage,
                 "cuda" if request["num_gpus"] else "cpu",
                 settings,
-                partial(ray_tasks, ray, config.compute.num_workers, request),
+                partial(run_tasks, ray, config.compute.num_workers, request),
                 report=print_line,
             )
 
@@ -232,63 +228,3 @@ def check_driver_memory(config: Config, num_rows: int) -> None:
             f"{num_rows:,} images need {needed / 1e9:.1f} GB of this machine's memory,"
             f" {free / 1e9:.1f} GB are free; use --limit, or --model.finetune none"
         )
-
-
-def ray_tasks(
-    ray: Any,
-    workers: int,
-    request: dict[str, float],
-    function: Callable[..., Any],
-    shared: tuple[Any, ...],
-    items: Sequence[Any],
-    give_up: Callable[[], bool] = lambda: False,
-) -> Iterator[tuple[int, Any]]:
-    """Run one task of Ray for each item, a limited number at a time.
-
-    Args:
-        ray: The module ``ray``, connected to a cluster.
-        workers: The largest number of tasks at once.
-        request: The resources of a task (``num_cpus``, ``num_gpus``).
-        function: Is called in each task as ``function(*shared, item)``.
-        shared: Arguments that all tasks have in common. They are sent to each node
-            once.
-        items: The items, one for each task.
-        give_up: Returns whether to stop. Then running tasks are cancelled, no further
-            ones are started, and nothing more is yielded.
-
-    Yields:
-        The position of an item in ``items`` and the result of its task, in the order in
-        which tasks end.
-
-    Raises:
-        Exception: The error that the function raised, as it is. Other tasks are
-            cancelled.
-        Interrupted: Ray lost a task and could not run it again, for example because its
-            process is killed every time.
-    """
-    stored = ray.put(shared)
-    remote = ray.remote(**request)(lambda shared, item: function(*shared, item))
-    waiting = list(enumerate(items))[::-1]
-    pending: dict[Any, int] = {}
-    try:
-        while waiting or pending:
-            while waiting and len(pending) < workers:
-                position, item = waiting.pop()
-                pending[remote.remote(stored, item)] = position
-            done, _ = ray.wait(list(pending), timeout=ray_env.POLL_S)
-            if give_up():
-                return
-            if not done:
-                continue
-            try:
-                value = ray.get(done[0])
-            except ray.exceptions.RayTaskError as error:
-                raise error.cause from None
-            except ray.exceptions.RayError as error:
-                raise Interrupted(
-                    f"tasks keep dying ({one_line(error)}); they may be out of memory"
-                ) from None
-            yield pending.pop(done[0]), value
-    finally:
-        for task in pending:
-            ray.cancel(task, force=True)

@@ -6,14 +6,13 @@ On Ray a task packs each shard: it reads the rows and writes the file.
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
-from pipelines import nodes, ray_env
-from pipelines.ray_data import grouped, in_order, make_dataset, own_node
+from pipelines import ray_env
+from pipelines.ray_data import own_node
+from pipelines.tasks import run_tasks, wait_for_task
 from pipelines.workarounds import NODE
 from uno.config import Config, override
 from uno.data.files import Storage
@@ -26,11 +25,6 @@ from uno.errors import ConfigError
 from uno.runs.hardware import num_threads
 from uno.session.console import Progress, print_line
 from uno.text import plural
-
-BAD = pa.list_(pa.struct({"id": pa.string(), "reason": pa.string()}))
-# The largest number of rows whose images, or places of images, are in the object store
-# at once.
-EXECUTION_ROWS = 2**20
 
 
 def pack_data(config: Config, shard_mb: int, given: Mapping[str, Any]) -> int:
@@ -96,23 +90,21 @@ def store_on_ray(ray: Any, config: Config) -> Store:
 
     Returns:
         A function that takes the output directory, the rows of the source, and for each
-        shard to write its name and row numbers. It yields for each written shard its
-        name, its number of rows, and the rows that were left out because their images
-        cannot be read.
+        shard to write its name and row numbers. It yields each shard that is written.
 
     Raises:
         ConfigError: The output is local, and Ray has no CPU on this node; or it is a
             URI, and no node with a CPU came in time.
     """
-    workers, own = config.compute.num_workers, own_node(ray)
-    one = override(config, {"compute.num_workers": 1, "compute.device": "cpu"})
+    own = own_node(ray)
+    request: dict[str, Any] = {"num_cpus": ray_env.TASK_CPUS}
     if not Storage(str(config.output)).is_local:
-        nodes.once_one_fits(
-            one, lambda: ray_env.task_request(one, ray.cluster_resources())
-        )
-    elif not any(
+        wait_for_task(ray, override(config, {"compute.device": "cpu"}))
+    elif any(
         node["NodeID"] == own and node["Resources"].get("CPU") for node in ray.nodes()
     ):
+        request["label_selector"] = {NODE: own}
+    else:
         advice = "use a URI, or leave --workers out"
         raise ConfigError(
             f"--output {config.output} is local, where Ray has no CPUs; {advice}"
@@ -121,89 +113,36 @@ def store_on_ray(ray: Any, config: Config) -> Store:
     def store(
         output: Storage, rows: Rows, shards: Iterator[ShardRows]
     ) -> Iterator[Shard]:
-        """Write shards by tasks of Ray, and yield each written shard, in order.
+        """Write shards by tasks of Ray, and yield each shard that is written.
 
         Args:
             output: The directory of the pack.
             rows: All rows of the source.
             shards: The name and the row numbers of each shard to write.
         """
-        shared = ray.put((without_images(rows), rows.images.reader()))
-        here = {NODE: own} if output.is_local else None
-        write = partial(write_shard, target=output.uri, shared=shared)
-        for some in grouped(
-            (shard_block(shard, rows) for shard in shards), EXECUTION_ROWS
-        ):
-            found = make_dataset(some).map_batches(
-                write,
-                batch_format="pyarrow",
-                batch_size=None,
-                label_selector=here,
-                num_cpus=ray_env.TASK_CPUS,
-                compute=ray.data.TaskPoolStrategy(size=workers),
-            )
-            for table in in_order(found):
-                for name, num_rows, bad in zip(
-                    *table.to_pydict().values(), strict=True
-                ):
-                    yield Shard(name, num_rows, bad)
+        facts = replace(rows, images=InMemory(range(len(rows))))
+        shared = output.uri, facts, rows.images.reader()
+        items = ((shard, to_columns(rows.images, shard.rows)) for shard in shards)
+        workers = config.compute.num_workers
+        for _, shard in run_tasks(ray, workers, request, write_shard, shared, items):
+            yield shard
 
     return store
 
 
-def without_images(rows: Rows) -> Rows:
-    """Return the rows of a data set with row numbers in the place of their images.
-
-    Ids, labels and other facts stay. The images are sent to tasks separately.
-    """
-    return replace(rows, images=InMemory(range(len(rows))))
-
-
-def shard_block(shard: ShardRows, rows: Rows) -> pa.Table:
-    """Return the rows of a shard as the Arrow table that is sent to a task.
-
-    Args:
-        shard: The name of the shard, the numbers of its rows in the source, and the
-            sizes of its Parquet row groups.
-        rows: All rows of the source.
-
-    Returns:
-        A table with a row for each image: the columns ``name`` (of the shard),
-        ``group`` (the number of its Parquet row group), ``row`` (its row number in the
-        source); and either ``number``, under which a reader finds the image, or
-        ``image`` and ``shape``, the image itself, see
-        :func:`~uno.data.images.to_columns`.
-    """
-    columns = to_columns(rows.images, shard.rows)
-    name = pa.DictionaryArray.from_arrays(
-        np.zeros(len(shard.rows), np.int8), [shard.name]
-    )
-    group = np.repeat(np.arange(len(shard.sizes), dtype=np.int32), shard.sizes)
-    return pa.table({"name": name, "group": group, "row": shard.rows, **columns})
-
-
-def write_shard(block: pa.Table, target: str, shared: Any) -> pa.Table:
+def write_shard(
+    target: str, rows: Rows, reader: Any, item: tuple[ShardRows, Mapping[str, Any]]
+) -> Shard:
     """Write one Parquet shard, in a task of Ray.
 
     Args:
-        block: A table of :func:`shard_block`, with all rows of the shard.
         target: The output directory, a path or URI.
-        shared: The reference to a pair in the object store: all rows of the source
-            without their images, from :func:`without_images`; and the object that reads
-            images by row number, or None if the table has the images themselves.
-
-    Returns:
-        A table of one row: ``name``, the name of the file; ``rows``, the number of rows
-        of the shard, with those that are left out; and ``bad``, the id and the reason
-        of each row that is left out because its image cannot be read.
+        rows: All rows of the source, without their images.
+        reader: Reads images by their number; None if the item has the images
+            themselves.
+        item: The rows that the shard is to hold; and the images of these rows as
+            columns of Arrow, see :func:`~uno.data.images.to_columns`.
     """
-    import ray
-
-    (rows, reader), name = ray.get(shared), block["name"][0].as_py()
-    shard = ShardRows(
-        name, np.bincount(block["group"].to_numpy()), block["row"].to_numpy()
-    )
-    found = store_shard(Storage(target), rows, shard, from_columns(block, reader))
-    return pa.table(
-        {"name": [name], "rows": [found.rows], "bad": pa.array([found.bad], BAD)}
-    )
+    shard, columns = item
+    images = from_columns(pa.table(dict(columns)), reader)
+    return store_shard(Storage(target), rows, shard, images)

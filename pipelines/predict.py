@@ -20,7 +20,6 @@ from torch import Tensor
 from pipelines import nodes, ray_env
 from pipelines.ray_data import (
     bytes_of,
-    decode_block,
     grouped,
     in_order,
     make_dataset,
@@ -28,13 +27,14 @@ from pipelines.ray_data import (
     pixel_column,
     shared_tensor,
 )
+from pipelines.tasks import run_tasks, wait_for_task
 from pipelines.workarounds import NODE
 from uno.config import Config
-from uno.data.decode import Decoding
+from uno.data.decode import Decoding, decode_many, ok_mask
 from uno.data.files import Storage
 from uno.data.images import Images, InMemory, from_columns, to_columns
-from uno.data.rows import Rows
 from uno.encoders.runtimes import Precision, Runtime, runtime_precision
+from uno.errors import Interrupted
 from uno.model import features_of
 from uno.results.infer import Decode, build_classifier
 from uno.results.predictions import (
@@ -274,7 +274,7 @@ def predict_on_ray(
         decode_part, reader=None if reader is None else ray.put(reader), how=how
     )
     parts = map(writer.rows_of, writer.missing)
-    blocks = (make_block(writer.data, np.array(part)) for part in parts)
+    blocks = (make_block(writer, np.array(part)) for part in parts)
     vectors = config.model.takes_vectors
     precision = None if vectors else runtime_precision(config, torch.device("cpu"))
     loaded = ray.put(dict(files)), writer.embedding, precision
@@ -325,56 +325,78 @@ def encode_on_ray(
     Raises:
         ConfigError: The cluster had no place for the workers in time.
     """
-    rows, size = list(batches), build_classifier(files).size
-    if not rows:
-        return iter(())
-    ends = np.cumsum([len(some) for some in rows])
-    blocks = (
-        pa.table({"row": np.arange(end - len(some), end), **to_columns(images, some)})
-        for end, some in zip(ends, rows, strict=True)
-    )
-    decode = partial(
-        decode_block,
-        side=size,
-        images=images.reader(),
-        how=Decoding.of(config.data),
-    )
-    with ray_env.connect() as ray, suppress(ray.exceptions.RayError):
-        loaded = (ray.put(dict(files)),)
-        most = max(map(len, rows))
-        sizes = most, 3 * size**2
-        tables = map_through_model(
-            ray, config, blocks, decode, FeatureModel, loaded, *sizes
-        )
-        found = pa.concat_tables(tables)
-        reasons, width = found["reason"].to_pylist(), found["features"].type.byte_width
-        if None in reasons:
-            values = bytes_of(found["features"], width).view(np.float32).copy()
-            features = torch.from_numpy(values).split([len(some) for some in rows])
-            return (
-                (some, own, reasons[end - len(some) : end])
-                for some, own, end in zip(rows, features, ends, strict=True)
-            )
+    rows = list(batches)
+    with ray_env.connect() as ray, suppress(Interrupted):
+        request = wait_for_task(ray, config)
+        shared = config, dict(files), images.reader(), request
+        workers = max(1, config.compute.num_workers)
+        items = (to_columns(images, batch) for batch in rows)
+        found = dict(run_tasks(ray, workers, request, encode_batch, shared, items))
+        if any(None in reasons for _, reasons in found.values()) or not rows:
+            return ((batch, *found[i]) for i, batch in enumerate(rows))
     log.warning(
         "workers were lost or can read no image: this machine computes the features"
     )
     return fallback(rows)
 
 
-def make_block(data: Rows, rows: np.ndarray) -> pa.Table:
+def encode_batch(
+    config: Config,
+    files: Mapping[str, bytes],
+    reader: Any,
+    request: Mapping[str, float],
+    columns: Mapping[str, Any],
+) -> tuple[Tensor, list[str | None]]:
+    """Compute the features of a batch of images, in a task of Ray.
+
+    Args:
+        config: The configuration of the run.
+        files: The content of the files of the run's model, by name.
+        reader: Reads images by their number; None if ``columns`` has the images
+            themselves.
+        request: The resources of the task, ``num_cpus`` and ``num_gpus``.
+        columns: The b images of the batch as columns of Arrow, see
+            :func:`~uno.data.images.to_columns`.
+
+    Returns:
+        float32 (b, D), the D features of each image, zeros for an unreadable one; and
+        for each image the reason why it cannot be read, or None.
+    """
+    resources = {"CPU": request["num_cpus"]}
+    if request["num_gpus"]:
+        resources["GPU"] = request["num_gpus"]
+    torch.set_num_threads(threads_of_actor(config, resources))
+    model = build_classifier(files, "cuda" if "GPU" in resources else "cpu")
+    images = from_columns(pa.table(dict(columns)), reader)
+    pixels, reasons = decode_many(images, model.size, how=Decoding.of(config.data))
+    ok = torch.from_numpy(ok_mask(reasons))
+    width = int(model.module.encoder.num_features)  # type: ignore[arg-type]
+    features = torch.zeros(len(pixels), width)
+    if ok.any():
+        features[ok] = features_of(model.module, pixels[ok], model.config).cpu()
+    return features, reasons
+
+
+def make_block(writer: PredictionWriter, rows: np.ndarray) -> pa.Table:
     """Return the images of a partition of rows as the table that is sent to a task.
 
     Args:
-        data: All rows that are predicted.
+        writer: Has all rows that are predicted.
         rows: The numbers of the rows of the partition, int64 (n,).
 
     Returns:
-        A table with a row for each image: ``row``, its row number; ``id``; and either
-        ``number``, under which a reader finds the image, or ``image`` and ``shape``,
-        the image itself, see :func:`~uno.data.images.to_columns`.
+        A table with a row for each image: ``row``, its row number; ``id``; ``label``;
+        and either ``number``, under which a reader finds the image, or ``image`` and
+        ``shape``, the image itself, see :func:`~uno.data.images.to_columns`.
     """
+    names = writer.names_of(rows)
     return pa.table(
-        {"row": rows, "id": data.ids_of(rows), **to_columns(data.images, rows)}
+        {
+            "row": rows,
+            "id": names["id"],
+            "label": names["label"],
+            **to_columns(writer.data.images, rows),
+        }
     )
 
 
@@ -389,9 +411,9 @@ def decode_part(block: pa.Table, reader: Any, how: InputSpec) -> Iterator[pa.Tab
             images to decode at once.
 
     Yields:
-        Tables of chunks of rows, with the columns ``row``, ``id``, ``uri`` (the path of
-        the image, or null), ``reason`` (why the image cannot be read, or null) and
-        ``pixels`` (bytes).
+        Tables of chunks of rows, with the columns ``row``, ``id``, ``label``, ``uri``
+        (the path of the image, or null), ``reason`` (why the image cannot be read, or
+        null) and ``pixels`` (bytes).
     """
     import ray
 
@@ -401,8 +423,8 @@ def decode_part(block: pa.Table, reader: Any, how: InputSpec) -> Iterator[pa.Tab
         images = InMemory(from_columns(block, None))
     else:
         images = ray.get(reader).take(block["number"].to_numpy())
-    ids, first = block["id"].combine_chunks(), block["row"][0].as_py()
-    for chunk in split_chunks(ids, images, first, how):
+    names, first = block.select(["id", "label"]), block["row"][0].as_py()
+    for chunk in split_chunks(names, images, first, how):
         facts, pixels = decode_chunk(chunk, how, 1)
         yield facts.append_column("pixels", pixel_column(pixels.flatten(1).numpy()))
 
@@ -455,44 +477,4 @@ class Scorer:
         )
         return pa.concat_tables(
             classify(self._model, block.drop_columns("pixels"), pixels, self._embedding)
-        )
-
-
-class FeatureModel:
-    """The model of a Ray actor that computes the features of a run's encoder.
-
-    Args:
-        device: The device of the model.
-        threads: The number of threads of torch.
-        files: The reference to the files of the model, their content by name.
-    """
-
-    def __init__(self, device: str, threads: int, files: Any) -> None:
-        import ray
-
-        torch.set_num_threads(threads)
-        self._model = build_classifier(ray.get(files), device)
-
-    def __call__(self, block: pa.Table) -> pa.Table:
-        """Compute the features of a table of :func:`~pipelines.ray_data.decode_block`.
-
-        Args:
-            block: The table, with decoded images.
-
-        Returns:
-            A table with the columns ``reason`` (why the image cannot be read, or None)
-            and ``features`` (bytes of float32, zeros for an unreadable image).
-        """
-        size, module = self._model.size, self._model.module
-        pixels = shared_tensor(bytes_of(block["pixels"], 3 * size**2))
-        ok = torch.from_numpy(block["reason"].is_null().to_numpy().copy())
-        features = torch.zeros(len(block), int(module.encoder.num_features))  # type: ignore[arg-type]
-        if ok.any():
-            images = pixels.view(-1, 3, size, size)[ok]
-            features[ok] = features_of(module, images, self._model.config).cpu()
-        return pa.table(
-            {
-                "reason": block["reason"],
-                "features": pixel_column(features.numpy().view(np.uint8)),
-            }
         )

@@ -339,21 +339,25 @@ def task_request(config: Config, cluster: dict[str, float]) -> dict[str, float]:
             (``CPU``, ``GPU``).
 
     Returns:
-        ``num_cpus``, which is 1; and ``num_gpus``, which is ``compute.gpus_per_worker``
-        if workers use GPUs (see :func:`use_gpu`), and else 0. ``ray.remote`` takes
-        both.
+        ``num_cpus``, which is ``compute.cpus_per_worker`` or 1; and ``num_gpus``, which
+        is ``compute.gpus_per_worker`` if workers use GPUs (see :func:`use_gpu`), and
+        else 0. ``ray.remote`` takes both.
 
     Raises:
         ConfigError: The cluster has too few CPUs or GPUs for a single task.
     """
+    cpus = config.compute.cpus_per_worker or 1
     gpus = config.compute.gpus_per_worker if use_gpu(config, cluster) else 0
-    if cluster.get("GPU", 0) < gpus:
-        raise ConfigError("the cluster has too few GPUs for a task; use --device cpu")
-    if cluster.get("CPU", 0) < 1:
-        raise ConfigError(
-            f"a task needs a CPU, the cluster has {cluster.get('CPU', 0):g}"
-        )
-    return {"num_cpus": 1, "num_gpus": gpus}
+    for name, amount, option in (
+        ("CPUs", cpus, "--compute.cpus-per-worker"),
+        ("GPUs", gpus, "--gpus-per-worker, or use --device cpu"),
+    ):
+        if (has := cluster.get(name[:-1], 0)) < amount:
+            raise ConfigError(
+                f"a task needs {amount:g} {name}, the cluster has {has:g}; lower"
+                f" {option}"
+            )
+    return {"num_cpus": cpus, "num_gpus": gpus}
 
 
 def use_gpu(config: Config, cluster: dict[str, float]) -> bool:

@@ -5,19 +5,15 @@ rules of :mod:`pipelines.failures` end a run that no other group could continue.
 driver learns what happens by :class:`Messages`.
 """
 
-import hashlib
 import logging
 import os
-import socket
-import tempfile
 import threading
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +23,7 @@ from pipelines import nodes, ray_data, ray_env, workarounds
 from pipelines.features import compute_on_ray
 from uno.config import Config, override, to_dict
 from uno.data.decode import Decoding, ok_mask
-from uno.data.files import Storage, join, split
+from uno.data.files import Storage, join
 from uno.data.memory import keep_pixels
 from uno.distributed import GroupWorker
 from uno.errors import Interrupted, one_line
@@ -46,21 +42,7 @@ from uno.session.data import (
 from uno.session.resources import store_bytes, trains_on_features
 from uno.session.run import Run
 
-TRACES, TRACE = "nccl", "rank_"
-GAUGES = {
-    "loss": "Training loss.",
-    "images_per_s": "Images a second of all ranks.",
-    "data_wait": "Share of the time in which a rank waited for streamed data.",
-    "step_ms": "Milliseconds of a step.",
-    "rank_ms": "Milliseconds of the rank's own part of a step.",
-    "rank_ms_min": "The least rank_ms of all ranks.",
-    "rank_ms_median": "The median rank_ms of all ranks.",
-    "rank_ms_max": "The largest rank_ms of all ranks.",
-    "slow_rank": "The rank that others wait for.",
-    "images_per_s_per_device": "Images a second of a rank.",
-    "grad_norm": "Norm of the gradient.",
-    "peak_memory_gb": "Largest memory of the fullest GPU so far, in GB.",
-}
+COLLECTIVE_S = 600  # longest wait of a collective for the other ranks
 # Looking for a notice of preemption is a barrier of all ranks, which takes 3 ms.
 PREEMPTION_STEPS = 50
 
@@ -133,32 +115,28 @@ class RayWorker(GroupWorker):
 
     Args:
         storage: The directory of the run.
-        messages: The messages to the driver; None sends none.
+        messages: The messages to the driver.
 
     Attributes:
         preempted: Whether the group ends because one of its nodes is being drained.
     """
 
-    def __init__(self, storage: Storage, messages: Messages | None = None) -> None:
+    def __init__(self, storage: Storage, messages: Messages) -> None:
         import ray.train
         import ray.train.torch
 
         context = ray.train.get_context()
         self.rank, self.world_size = context.get_world_rank(), context.get_world_size()
         self.device, self._storage = ray.train.torch.get_device(), storage
-        self._gauges = Gauges(split(storage.uri)[1], self.rank)
         self._messages, self.preempted = messages, False
 
     def report(self, metrics: dict[str, Any]) -> None:
-        """Set this rank's gauges of Ray to a line of training metrics.
-
-        Rank 0 also sends the line to the driver.
+        """Send a line of training metrics to the driver, from rank 0.
 
         Args:
             metrics: The metrics by name, with ``phase``.
         """
-        self._gauges.set(metrics)
-        if self.rank == 0 and self._messages is not None:
+        if self.rank == 0:
             self._messages.to_driver.put(("metrics", metrics))
 
     def should_stop(self, step: int) -> bool:
@@ -175,7 +153,7 @@ class RayWorker(GroupWorker):
 
         if step % PREEMPTION_STEPS == 0 and ray.train.get_preemption_info() is not None:
             self.preempted = True
-            if self.rank == 0 and self._messages is not None:
+            if self.rank == 0:
                 self._messages.to_driver.put(("drained", ""))
         return self.preempted or super().should_stop(step)
 
@@ -185,45 +163,6 @@ class RayWorker(GroupWorker):
         The file is named ``STOP``.
         """
         return self._storage.exists(STOP_FILE)
-
-
-class Gauges:
-    """The metrics of one rank as Ray gauges, for Prometheus and Grafana.
-
-    Their names are ``ray_uno_...``, and they have the tags ``run``, ``phase`` and
-    ``rank``. Metrics that all ranks share are set by rank 0 only.
-
-    Args:
-        run: The name of the run.
-        rank: The number of this rank.
-    """
-
-    def __init__(self, run: str, rank: int) -> None:
-        from ray.util.metrics import Gauge
-
-        self._tags = {"run": run, "rank": str(rank)}
-        names = (
-            GAUGES
-            if rank == 0
-            else {name: text for name, text in GAUGES.items() if name.endswith("_ms")}
-        )
-        tags = ("run", "phase", "rank")
-        self._gauges = {
-            name: Gauge(f"uno_{name}", text, tag_keys=tags)
-            for name, text in names.items()
-        }
-
-    def set(self, metrics: Mapping[str, Any]) -> None:
-        """Set Ray's gauges of this rank to the numbers of a line of training metrics.
-
-        Args:
-            metrics: The metrics by name. Those without a gauge are ignored. ``phase``
-                becomes a tag.
-        """
-        for name in self._gauges.keys() & metrics.keys():
-            self._gauges[name].set(
-                metrics[name], {**self._tags, "phase": metrics["phase"]}
-            )
 
 
 def train_loop(loop: dict[str, Any]) -> dict[str, Any]:
@@ -255,8 +194,6 @@ def train_loop(loop: dict[str, Any]) -> dict[str, Any]:
     worker = RayWorker(storage, messages)
     neighbors = context.get_local_world_size()
     torch.set_num_threads(rank_threads(config, worker.device, neighbors))
-    if worker.device.type == "cuda" and context.get_local_rank() == 0:
-        collect_traces(storage)
     return train_rank(config, loop, worker, storage)
 
 
@@ -429,8 +366,6 @@ def run_workers(
     """
     import ray
 
-    from pipelines.failures import EndWhenHopeless, saved_steps
-
     assert run.lock is not None
     lock, storage = run.lock, run.storage
     storage.delete(STOP_FILE)  # it asked an earlier group to stop
@@ -475,170 +410,65 @@ def run_workers(
                 "stopped while waiting for nodes; resume with the same command"
             )
 
-    name = f"attempt-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    body = partial(
-        fit,
-        train_loop,
-        loop,
-        scaling(config, resources),
-        run_config(
-            join(storage.uri, RAY_FOLDER),
-            name,
-            [EndWhenHopeless(partial(saved_steps, storage.uri), messages.to_driver)],
-            flight_recorder(storage) if device == "cuda" else None,
-        ),
-    )
-    outcome = ray_env.in_thread(body, poll).return_value
+    outcome = ray_env.in_thread(partial(fit, config, resources, loop), poll)
     storage.delete(RAY_FOLDER)
     if "interrupted" in outcome:
         raise Interrupted(outcome["interrupted"])
     return outcome["metrics"]
 
 
-def scaling(config: Config, resources: nodes.Resources) -> Any:
-    """Return the ScalingConfig of Ray Train for a group of workers.
+def fit(
+    config: Config, resources: nodes.Resources, loop: dict[str, Any]
+) -> dict[str, Any]:
+    """Run groups of workers with Ray's ``TorchTrainer``, and return the outcome.
+
+    A group that failed is replaced, unless
+    :class:`~pipelines.failures.EndWhenHopeless` ends the run.
 
     Args:
         config: The configuration, with the number of workers and their placement
             strategy.
         resources: The amount of each resource of a worker, by its name (``CPU``,
             ``GPU``). Workers use GPUs if ``GPU`` is among the names.
-    """
-    import ray.train
-
-    return ray.train.ScalingConfig(
-        num_workers=config.compute.num_workers,
-        use_gpu="GPU" in resources,
-        resources_per_worker=resources,
-        placement_strategy=config.compute.placement_strategy,
-    )
-
-
-def run_config(
-    folder: str,
-    name: str,
-    callbacks: Sequence[Any],
-    variables: Mapping[str, str] | None = None,
-) -> Any:
-    """Return a RunConfig of Ray Train with which failed groups are always replaced.
-
-    One of the callbacks must end a run that cannot go on, see
-    :class:`pipelines.failures.EndWhenHopeless`.
-
-    Args:
-        folder: The directory, path or URI, below which Ray Train keeps its own files,
-            in ``folder/name``.
-        name: The name of the run for Ray.
-        callbacks: The callbacks of Ray Train.
-        variables: Environment variables of the workers, by name; None sets none.
-    """
-    import ray.train
-
-    return ray.train.RunConfig(
-        name=name,
-        storage_path=folder,
-        callbacks=list(callbacks),
-        failure_config=ray.train.FailureConfig(max_failures=-1),
-        logging_config=ray.train.LoggingConfig(log_level="CRITICAL"),
-        worker_runtime_env={"env_vars": dict(variables)} if variables else None,
-    )
-
-
-def flight_recorder(storage: Storage) -> dict[str, str]:
-    """Return environment variables that make NCCL write traces after a timeout.
-
-    With them, PyTorch writes the last collectives of each rank to the file ``rank_N``
-    in the directory of :func:`traces_of`.
-
-    Args:
-        storage: The directory of the run.
+        loop: The argument of :func:`train_loop`, which each worker runs.
 
     Returns:
-        The values by the name of the variable. Variables that are set in this process
-        already are left out.
-    """
-    wanted = {
-        "TORCH_FR_BUFFER_SIZE": "2000",
-        "TORCH_FR_DUMP_ON_TIMEOUT": "1",
-        "TORCH_FR_DUMP_TEMP_FILE": os.path.join(traces_of(storage), TRACE),
-    }
-    return {name: value for name, value in wanted.items() if name not in os.environ}
-
-
-def traces_of(storage: Storage) -> str:
-    """Return the local directory into which NCCL writes its traces on each node.
-
-    It is ``nccl`` in a run directory on a file system. For a run directory on an object
-    store it is a temporary directory with a name made from the run's URI.
-
-    Args:
-        storage: The directory of the run.
-    """
-    if storage.is_local:
-        return storage.path(TRACES)
-    name = hashlib.sha256(storage.uri.encode()).hexdigest()[:12]
-    return os.path.join(tempfile.gettempdir(), f"uno-nccl-{name}")
-
-
-def collect_traces(storage: Storage) -> None:
-    """Make the directory for NCCL's traces on this node, see :func:`traces_of`.
-
-    If the run directory is on an object store, traces that an earlier group of workers
-    has left on this node are then moved to the folder ``nccl`` of the run directory.
-
-    Args:
-        storage: The directory of the run.
-    """
-    folder = Path(traces_of(storage))
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in () if storage.is_local else sorted(folder.glob(f"{TRACE}*")):
-        storage.write(f"{TRACES}/{file.name}-{socket.gethostname()}", file.read_bytes())
-        file.unlink()
-
-
-def fit(
-    train_loop: Callable[[dict[str, Any]], Any],
-    loop: dict[str, Any],
-    scaling: Any,
-    settings: Any,
-    timeout_s: int = 600,
-) -> Any:
-    """Run a group of workers with Ray's ``TorchTrainer``, and return its result.
-
-    Failed groups are replaced as the RunConfig says.
-
-    Args:
-        train_loop: The function that each worker runs.
-        loop: The argument of ``train_loop``.
-        scaling: The number and the resources of workers, a result of :func:`scaling`.
-        settings: The RunConfig of Ray Train, a result of :func:`run_config`.
-        timeout_s: The timeout of collectives between workers in seconds.
-
-    Returns:
-        The result of ``TorchTrainer.fit``. Its ``return_value`` is what ``train_loop``
-        returned.
+        What :func:`train_loop` returns.
 
     Raises:
-        Exception: The error with which a callback,
-            :class:`pipelines.failures.EndWhenHopeless`, ended the run.
+        Exception: The error with which ``EndWhenHopeless`` ended the run.
         Interrupted: Ray Train's controller was lost.
     """
     import ray.train
     import ray.train.torch
     from ray.util.annotations import RayDeprecationWarning
 
+    from pipelines.failures import EndWhenHopeless, saved_steps
+
+    output, messages = loop["output"], loop["messages"].to_driver
     with warnings.catch_warnings():  # of Ray's own code
         warnings.simplefilter("ignore", RayDeprecationWarning)
         trainer = ray.train.torch.TorchTrainer(
             train_loop,
             train_loop_config=loop,
-            scaling_config=scaling,
-            run_config=settings,
-            torch_config=ray.train.torch.TorchConfig(timeout_s=timeout_s),
+            scaling_config=ray.train.ScalingConfig(
+                num_workers=config.compute.num_workers,
+                use_gpu="GPU" in resources,
+                resources_per_worker=resources,
+                placement_strategy=config.compute.placement_strategy,
+            ),
+            run_config=ray.train.RunConfig(
+                name=f"attempt-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}",
+                storage_path=join(output, RAY_FOLDER),
+                callbacks=[EndWhenHopeless(partial(saved_steps, output), messages)],
+                failure_config=ray.train.FailureConfig(max_failures=-1),
+                logging_config=ray.train.LoggingConfig(log_level="CRITICAL"),
+            ),
+            torch_config=ray.train.torch.TorchConfig(timeout_s=COLLECTIVE_S),
         )
     try:
         with workarounds.cluster_of_helpers():
-            return trainer.fit()
+            return dict(trainer.fit().return_value)
     except ray.train.ControllerError as error:
         raise error.controller_failure from None
     except ray.exceptions.RayActorError as error:

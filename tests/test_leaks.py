@@ -131,7 +131,7 @@ def test_a_process_that_ends_leaves_nothing(name, end, made, temporary):
 @pytest.mark.ray
 def test_a_sweep_holds_no_resources_of_a_cluster_that_goes_on(ray_cluster, tmp_path):
     """Kills: an actor that outlives its sweep."""
-    words = ["--trials", "1", "--folds", "1", "--concurrent", "1"]
+    words = ["--trials", "1", "--folds", "1", "--workers", "1"]
     assert cli.main(["tune", *TINY, *words, "--output", str(tmp_path / "sweep")]) == 0
     every = ray_cluster.cluster_resources()["CPU"]
     wait_for(lambda: ray_cluster.available_resources().get("CPU") == every)

@@ -3,14 +3,13 @@
 ``SCORES`` maps the name of each score to the sentence that explains it to the user.
 """
 
-FOLDS, LOSS, AGREEMENT, ORACLE = "folds", "loss", "agreement", "oracle"
+FOLDS, AGREEMENT, ORACLE = "folds", "agreement", "oracle"
 SCORES = {
     FOLDS: (
         "known classes hidden in turn and rediscovered: harmonic mean of strict"
         " accuracy on the hidden classes and accuracy on held-out images of the known"
         " ones, each a mean over heads"
     ),
-    LOSS: "minus the training cluster loss of the best head, no labels",
     AGREEMENT: (
         "mean clustering agreement of all pairs of heads on the unlabeled images, no"
         " labels"

@@ -13,22 +13,20 @@ import tempfile
 import threading
 import time
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 import yaml
-from torch import Tensor
 
-from pipelines import nodes, ray_env
-from pipelines.backend import ray_tasks
+from pipelines import ray_env
 from pipelines.features import compute_on_ray
 from pipelines.options import Options
+from pipelines.tasks import run_tasks, wait_for_task
 from tune import AGREEMENT, FOLDS, SCORES, records, report, spaces
-from tune.records import FAILED, FEATURES_FILE, FINISHED, SETTINGS, PartStorage, Trial
-from tune.score import FoldRows, Source, SweepData, Unread, make_folds, sweep_data
+from tune.records import FAILED, FINISHED, SETTINGS, PartStorage, Trial
+from tune.score import FoldRows, SweepData, Unread, make_folds, sweep_data
 from tune.trial import (
     Sweep,
     SweepOptions,
@@ -46,13 +44,12 @@ from uno.config import (
 )
 from uno.data import output
 from uno.data.decode import ok_mask
-from uno.data.files import Storage, reserve_space, split, wrap_errors
+from uno.data.files import Storage, split
 from uno.data.sampling import largest_batch
 from uno.data.splits import Task
 from uno.encoders.build import code_of
 from uno.encoders.weights import PRETRAINED, PRETRAINED_FILE, is_file
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
-from uno.imports import is_object_name
 from uno.methods import load
 from uno.model import num_heads
 from uno.runs import DISCOVER, LOGGERS_FOLDER, RAY_FOLDER, directory, lock, run
@@ -75,9 +72,8 @@ from uno.session.resources import check_memory, choose_for_sweep
 from uno.text import plural
 
 STOPPING = "stopping; run the same command again to resume the unfinished trials"
-CPU_OF_A_WAITING_TRIAL = 0.01
 # Trials may have a GPU that this process lacks.
-HERE = {"compute.num_workers": 0, "compute.device": "auto"}
+HERE = {"compute.device": "auto"}
 
 
 def main(options: Options) -> int:
@@ -109,18 +105,6 @@ def sweep_options(options: Options) -> SweepOptions:
             that no trial can have.
     """
     own, config = options.args, options.config
-    grace = own.grace_epochs or max(1, config.discover.epochs // 6)
-    asha = (
-        {"grace_epochs": grace, "reduction": own.reduction}
-        if own.scheduler == "asha"
-        else None
-    )
-    median = {"grace_epochs": grace} if own.scheduler == "median" else None
-    if own.search not in ("random", "grid", "optuna") and not is_object_name(
-        own.search
-    ):
-        known = "random, grid, optuna, or package.module:factory"
-        raise ConfigError(f"--search {own.search}: must be {known}")
     if own.search == "grid" and own.trials:
         raise ConfigError("--search grid tries all combinations; leave --trials out")
     given = {
@@ -129,35 +113,23 @@ def sweep_options(options: Options) -> SweepOptions:
         if field_traits(key).scope != "place"
     }
     given |= {"preset": config.preset, "recipe": config.recipe}
-    return _with_grid_size(
-        SweepOptions(
-            config,
-            given,
-            spaces.load_space(own.space, config),
-            own.space,
-            own.trials or 16,
-            own.search,
-            own.score,
-            own.folds,
-            own.hide,
-            own.seeds,
-            own.concurrent,
-            asha,
-            median,
-        )
+    # A trial is one process, and workers are trials at a time.
+    one_process = override(config, {"compute.num_workers": 0})
+    return SweepOptions(
+        config=one_process,
+        overrides=given,
+        space=spaces.load_space(own.space, one_process),
+        space_name=own.space,
+        trials=own.trials or 16,
+        search=own.search,
+        score=own.score,
+        folds=own.folds,
+        hide=own.hide,
+        seeds=own.seeds,
+        concurrent=config.compute.num_workers or None,
+        scheduler=own.scheduler,
+        grace_epochs=own.grace_epochs,
     )
-
-
-def _with_grid_size(options: SweepOptions) -> SweepOptions:
-    """Return the options with the number of trials that a grid search needs.
-
-    It is the number of combinations, plus 1 for the given configuration. The options of
-    other searches are returned unchanged.
-    """
-    if options.search != "grid":
-        return options
-    points = spaces.grid(options.space, spaces.current(options.space, options.config))
-    return options._replace(trials=1 + len(points))
 
 
 def run_sweep(options: SweepOptions) -> int:
@@ -188,11 +160,11 @@ def run_sweep(options: SweepOptions) -> int:
     storage = Storage(config.output)
     with lock.lock_run(storage, on_wait=print_line) as claim:
         output.delete_temporary_files(claim.storage)
-        output.holds_output(claim.storage, SETTINGS, "sweep", (FEATURES_FILE,))
+        output.holds_output(claim.storage, SETTINGS, "sweep")
         with interrupt_on_signal(
             "stopped before a trial began; the same command starts again"
         ):
-            data = load_data(options, task, own_weights, claim.storage)
+            data = load_data(options, task, own_weights)
         folds = make_folds(
             data, options.score, options.folds, config.seed, options.hide
         )
@@ -227,7 +199,6 @@ def run_sweep(options: SweepOptions) -> int:
                 f"{storage.uri}: all {len(ended)} trials have a result; nothing is run"
                 " again"
             )
-        claim.storage.delete(FEATURES_FILE)
         summary = report.write(claim.storage)
         _tell_loggers(options.config, claim, summary)
     if summary.best is None:
@@ -285,20 +256,18 @@ def report_on(output: str) -> int:
 def _tell_loggers(config: Config, claim: RunLock, summary: report.Summary) -> None:
     """Send the results of all trials to W&B, MLflow and TensorBoard, as configured.
 
-    Each trial is a run of the sweep's group, and the best one is marked. W&B and MLflow
-    get the epochs of a trial only once, even if the command is repeated. TensorBoard's
-    directory of the sweep is written anew, because another trial may be the best now.
+    Each trial is a run of the sweep's group, and the best one is marked. TensorBoard's
+    files are in the folder of the trial. W&B and MLflow get the epochs of a trial only
+    once, even if the command is repeated.
 
     Args:
         config: The configuration of the sweep, which names the loggers.
         claim: The lock of the sweep.
         summary: The trials with their epochs, and the best one.
     """
-    names = [name for name in config.train.loggers if name != "jsonl"]
-    services = ",".join(name for name in names if name != "tensorboard")
-    for trial in summary.trials if services else ():
+    for trial in summary.trials:
         storage = PartStorage(claim.storage, records.trial_name(trial.index))
-        own = override(config, {**trial.overrides, "train.report_to": services})
+        own = override(config, trial.overrides)
         told = storage.list(LOGGERS_FOLDER)
         with Loggers(own, storage, group=split(claim.storage.uri)[1]) as loggers:
             for line in () if told else trial.epochs:
@@ -306,32 +275,15 @@ def _tell_loggers(config: Config, claim: RunLock, summary: report.Summary) -> No
             loggers.results(
                 {"best": float(trial is summary.best), "score": trial.score}
             )
-    if "tensorboard" in names:
-        with suppress(StorageError):  # the results are already written
-            claim.storage.delete("tensorboard")
-        with Loggers(
-            override(config, {"train.report_to": "tensorboard"}), claim.storage
-        ) as board:
-            for trial in summary.trials:
-                is_best = trial is summary.best
-                more = {
-                    "best": float(is_best),
-                    **{f"value/{k}": v for k, v in trial.overrides.items()},
-                }
-                run_name = f"trial-{trial.index:04d}{'-best' * is_best}"
-                for line in trial.epochs:
-                    board({**line, **more, "phase": run_name, "step": line["epoch"]})
 
 
 def load_data(
-    options: SweepOptions, task: Task, own_weights: bytes | None, storage: Storage
+    options: SweepOptions, task: Task, own_weights: bytes | None
 ) -> SweepData:
     """Read or encode the data that all trials share.
 
     With ``data.loading`` other than ``streaming``, images are decoded into memory, or
-    encoded by a frozen encoder. With ``streaming``, each trial reads the images itself;
-    but the features of a frozen encoder are computed here, and are written to a file
-    that trials map.
+    encoded by a frozen encoder. With ``streaming``, each trial reads the images itself.
 
     Args:
         options: The options of the sweep.
@@ -339,27 +291,18 @@ def load_data(
         own_weights: The pretrained weights of the encoder as a safetensors file, from
             :func:`~uno.session.prepare.starting_weights`; None if it starts without
             such weights.
-        storage: The directory of the sweep, for the file of features.
 
     Returns:
-        The pixels or features in memory, the path of the file of features, or the
-        images that trials read; with the labels that trials may see.
+        The pixels or features in memory, or the images that trials read; with the
+        labels that trials may see.
 
     Raises:
-        ConfigError: The features are in a file, and the directory of the sweep is not
-            on a file system; or too many images cannot be read.
+        ConfigError: Too many images cannot be read.
     """
-    streams, rows = options.config.data.loading == "streaming", task.rows
-    if streams and options.config.model.finetune != "none":
-        return sweep_data(
-            task, Unread(rows.images, rows.ids), np.ones(len(rows), bool), options.score
-        )
-    path = storage.path(FEATURES_FILE)
-    if streams and not storage.is_local:
-        raise ConfigError(
-            f"--output {storage.uri}: features larger than memory need a directory"
-            " to map"
-        )
+    rows = task.rows
+    if options.config.data.loading == "streaming":
+        unread = Unread(rows.images, rows.ids)
+        return sweep_data(task, unread, np.ones(len(rows), bool), options.score)
     with (
         tempfile.TemporaryDirectory(prefix="uno-tune-") as folder,
         Progress() as show,
@@ -369,15 +312,11 @@ def load_data(
         if own_weights is not None:
             own.write(PRETRAINED_FILE, own_weights)
         if config.model.finetune == "none":
-            zeros = partial(mapped_zeros, path) if streams else torch.zeros
-            found, reasons = load_features(
-                config, task, own, show, compute=compute, zeros=zeros
-            )
+            found, reasons = load_features(config, task, own, show, compute=compute)
         else:
             found, reasons = load_images(config, task, own, show)
     leave_out_unreadable(reasons, config, task)
-    images: Source = path if streams else found.numpy()
-    return sweep_data(task, images, ok_mask(reasons), options.score)
+    return sweep_data(task, found.numpy(), ok_mask(reasons), options.score)
 
 
 @contextmanager
@@ -402,35 +341,12 @@ def _encoding_place(options: SweepOptions) -> Iterator[tuple[Config, Compute]]:
         yield config, compute_local
         return
     with ray_env.connect() as ray:
-        places, _ = nodes.once_one_fits(
-            options.config, lambda: concurrency(options, ray.cluster_resources())
-        )
-        compute = options.config.compute
+        request = wait_for_task(ray, options.config)
         there = {
-            "compute.num_workers": compute.num_workers or places,
-            "compute.device": compute.device,
+            "compute.num_workers": trials_at_once(options, request, ray),
+            "compute.device": options.config.compute.device,
         }
         yield override(config, there), partial(compute_on_ray, ray)
-
-
-def mapped_zeros(path: str, shape: tuple[int, ...]) -> Tensor:
-    """Create a ``.npy`` file of float32 zeros, and return it as a memory-mapped tensor.
-
-    The tensor takes no memory of this process. The space is reserved on the disk,
-    because a write through the map to a full disk would end the process.
-
-    Args:
-        path: The path of the file.
-        shape: The shape of the tensor.
-
-    Raises:
-        StorageError: The disk has no space for the file.
-    """
-    with wrap_errors(StorageError, f"write {path}"):
-        values = np.lib.format.open_memmap(path, "w+", np.float32, shape)
-        with open(path, "r+b") as file:
-            reserve_space(file, os.path.getsize(path))
-    return torch.from_numpy(values)
 
 
 def check_options(options: SweepOptions) -> None:
@@ -489,7 +405,7 @@ def check_plans(options: SweepOptions, folds: list[FoldRows]) -> int:
     config, epochs = options.config, 1
     for fold in folds:
         try:
-            plan = run.plans(config, *fold.sizes, config.compute.num_workers)[DISCOVER]
+            plan = run.plans(config, *fold.sizes, 1)[DISCOVER]
         except ConfigError as error:
             where = (
                 f"{fold.name} of {fold.sizes[0]} labeled and {fold.sizes[1]} hidden"
@@ -526,8 +442,10 @@ def open_sweep(
         "folds": options.folds if options.score == FOLDS else None,
         "hide": options.hide,
         "seeds": options.seeds,
-        "asha": options.asha,
-        "median": options.median,
+        "grace_epochs": (
+            None if options.scheduler == "none" else options.grace_period(num_epochs)
+        ),
+        "scheduler": options.scheduler,
         "epochs": num_epochs,
         "data_fingerprint": fingerprint,
         "space": spaces.to_tree(options.space),
@@ -537,7 +455,7 @@ def open_sweep(
     if code := code_of(options.config.model.encoder):
         settings["encoder_code"] = code["code"]
     text = yaml.safe_dump(settings, sort_keys=False, default_flow_style=None, width=110)
-    if not output.holds_output(storage, SETTINGS, "sweep", (FEATURES_FILE,)):
+    if not output.holds_output(storage, SETTINGS, "sweep"):
         return storage.write(SETTINGS, text.encode())
     old, new = records.read_settings(storage), yaml.safe_load(text)
     different = [
@@ -559,9 +477,9 @@ def open_sweep_data(options: SweepOptions) -> tuple[SweepOptions, Task]:
 
     A new sweep derives them from a sample of its images (such as the image size), and
     they count as given by the user, so that ``best.yaml`` has them. A sweep that exists
-    keeps the settings that it has stored. A grace period of early stopping that has its
-    default follows the derived number of epochs. Whether images are kept in memory is
-    decided here, too.
+    keeps the settings that it has stored. Whether images are kept in memory is decided
+    here, too, and a grid search gets its number of trials: the number of combinations,
+    plus 1 for the given configuration.
 
     Args:
         options: The options of the command line.
@@ -601,37 +519,11 @@ def open_sweep_data(options: SweepOptions) -> tuple[SweepOptions, Task]:
     here = override(config, HERE)
     num_threads(here)  # refuses too many threads
     check_memory(here, task)
-    stopping = _scaled_grace_periods(options, config)
-    options = options._replace(config=config, overrides=given, **stopping)
-    return _with_grid_size(options), task
-
-
-def _scaled_grace_periods(options: SweepOptions, config: Config) -> dict[str, Any]:
-    """Return the rules of early stopping for the number of epochs of a sweep.
-
-    The grace period is the number of epochs before a trial may be stopped. One that
-    equals its default, a sixth of the epochs of the command line's configuration,
-    becomes a sixth of the sweep's epochs.
-
-    Args:
-        options: The options of the command line.
-        config: The configuration of the sweep, with the number of epochs that follows
-            from the data.
-
-    Returns:
-        The fields "asha" and "median" of the options, each a rule with its numbers by
-        name, or None.
-    """
-    usual, new = (
-        max(1, each.discover.epochs // 6) for each in (options.config, config)
-    )
-    rules = {"asha": options.asha, "median": options.median}
-    return {
-        name: {**rule, "grace_epochs": new}
-        if rule and rule["grace_epochs"] == usual
-        else rule
-        for name, rule in rules.items()
-    }
+    options = options._replace(config=config, overrides=given)
+    if options.search == "grid":
+        points = spaces.grid(options.space, spaces.current(options.space, config))
+        options = options._replace(trials=1 + len(points))
+    return options, task
 
 
 def with_fitting_batch(options: SweepOptions, folds: list[FoldRows]) -> SweepOptions:
@@ -650,15 +542,9 @@ def with_fitting_batch(options: SweepOptions, folds: list[FoldRows]) -> SweepOpt
         It counts as set by the user.
     """
     config = options.config
-    rules, workers = (
-        (config.data.batch_sampling, config.train.batch_size),
-        config.compute.num_workers,
-    )
-    batch = {
-        "train.batch_size": min(
-            largest_batch(*rules, *fold.sizes, workers) for fold in folds
-        )
-    }
+    rules = config.data.batch_sampling, config.train.batch_size
+    largest = min(largest_batch(*rules, *fold.sizes, 1) for fold in folds)
+    batch = {"train.batch_size": largest}
     return options._replace(
         config=override(config, batch), overrides=options.overrides | batch
     )
@@ -688,53 +574,19 @@ def _describe(
         )
 
 
-def concurrency(
-    options: SweepOptions, cluster: dict[str, float]
-) -> tuple[int, dict[str, float]]:
-    """Return how many trials run at a time, and the resources of each training process.
+def trials_at_once(options: SweepOptions, request: dict[str, float], ray: Any) -> int:
+    """Return how many trials run at a time on the cluster as it is now.
 
     Args:
-        options: The options of the sweep.
-        cluster: The amount of each resource of the whole cluster, by Ray's name of it
-            (``CPU``, ``GPU``).
-
-    Returns:
-        The number of trials that fit into the cluster, but not more than
-        ``--concurrent`` or than there are trials; and the number of ``CPU`` and, with
-        GPUs, ``GPU`` that each process reserves. A trial has as many processes as
-        ``compute.num_workers``, at least one.
-
-    Raises:
-        ConfigError: The cluster cannot hold a single trial.
+        options: The options of the sweep, with the number of trials and the largest
+            number at a time.
+        request: The resources of a trial, ``num_cpus`` and ``num_gpus``.
+        ray: The module ``ray``, connected to a cluster.
     """
-    config = options.config
-    if config.compute.num_workers:
-        resources = ray_env.worker_resources(config, cluster)
-    else:
-        resources = {
-            "CPU": (
-                config.compute.cpus_per_worker
-                or min(1.0, cluster.get("CPU", 0.0))
-                or 1.0
-            )
-        }
-        if ray_env.use_gpu(config, cluster):
-            resources["GPU"] = config.compute.gpus_per_worker
-    workers = config.compute.num_workers
-    needed = {name: max(1, workers) * amount for name, amount in resources.items()}
-    needed["CPU"] += CPU_OF_A_WAITING_TRIAL if workers else 0
-    held = {name: cluster.get(name, 0.0) for name in needed}
-    fits = min(int(held[name] / amount + 1e-9) for name, amount in needed.items())
-    if fits < 1:
-        needs, has = (
-            " and ".join(f"{n:g} {name}s" for name, n in some.items())
-            for some in (needed, held)
-        )
-        raise ConfigError(
-            f"a trial needs {needs}, the cluster has {has}; lower"
-            " --compute.cpus-per-worker"
-        )
-    return min(fits, options.concurrent or fits, options.trials), resources
+    cluster = ray.cluster_resources()
+    amounts = {"CPU": request["num_cpus"], "GPU": request["num_gpus"]}
+    fits = min(int(cluster[name] / n + 1e-9) for name, n in amounts.items() if n)
+    return min(fits, options.concurrent or fits, options.trials)
 
 
 def _run_missing(
@@ -777,14 +629,12 @@ def _run_missing(
 
         # Errors of trials are in the table, so Ray need not log them.
         logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
-        places, each = nodes.once_one_fits(
-            config,
-            lambda: concurrency(options, ray.cluster_resources()),
-            stopping.is_set,
-        )
-        print_line(
-            f"{plural(places, 'trial')} at a time, {each['CPU']:g} CPUs each process"
-        )
+        request = wait_for_task(ray, config, stopping.is_set)
+        places = trials_at_once(options, request, ray)
+        print_line(f"{plural(places, 'trial')} at a time")
+        each = {"CPU": request["num_cpus"]}
+        if request["num_gpus"]:
+            each["GPU"] = request["num_gpus"]
         start = time.monotonic()
 
         def on_end(trial: Trial) -> None:
@@ -801,23 +651,21 @@ def _run_missing(
         sweep = Sweep(
             options, num_epochs, storage.uri, storage.token, each, ray.put(data)
         )
-        here = {"CPU": CPU_OF_A_WAITING_TRIAL} if config.compute.num_workers else each
         jobs = missing_pretrainings(options, folds, searcher.values_drawn(), storage)
-        request = {"num_cpus": here["CPU"], "num_gpus": here.get("GPU", 0)}
-        pretrained = ray_tasks(
+        pretrained = run_tasks(
             ray, places, request, run_pretraining, (sweep,), jobs, stopping.is_set
         )
         for done, _ in enumerate(pretrained, start=1):
             print_line(f"pretraining {done}/{len(jobs)} that trials share is done")
         tuner = tune.Tuner(
-            tune.with_resources(tune.with_parameters(train_trial, sweep=sweep), here),
+            tune.with_resources(tune.with_parameters(train_trial, sweep=sweep), each),
             tune_config=tune.TuneConfig(
                 search_alg=searcher,
                 max_concurrent_trials=options.concurrent,
                 scheduler=search.scheduler(options, num_epochs, ended),
                 num_samples=len(searcher.missing),
                 # A new process takes seconds to import torch.
-                reuse_actors=not config.compute.num_workers,
+                reuse_actors=True,
             ),
             run_config=tune.RunConfig(
                 name=f"attempt-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}",

@@ -4,8 +4,6 @@ Only this module knows the layout of the directory of a sweep::
 
     sweep.yaml                   what is searched and how: the same command continues
                                  only a sweep that matches
-    features.npy                 features larger than memory, which trials map; deleted
-                                 at the end
     trials/0007/trial.json       the searched values of a trial
     trials/0007/epochs.jsonl     one line an epoch, written by the trial
     trials/0007/failure.json     why it failed, written by the trial if it still could
@@ -31,7 +29,6 @@ from uno.runs.journal import read_journal
 from uno.runs.lock import ClaimedStorage
 
 SETTINGS = "sweep.yaml"
-FEATURES_FILE = "features.npy"
 FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
 
 
@@ -115,7 +112,7 @@ class Trial:
         The score is an accuracy or an agreement, and is taken as the share of right
         rows among the ``rows`` rows that were scored. One right and one wrong row are
         added, so that the error of a perfect score is not 0 (Agresti & Coull 1998). The
-        error is 0 if the results have no ``rows``, as with the score ``loss``.
+        error is 0 before the first epoch has ended.
         """
         rows = self._last.get("rows", 0)
         share = (self.score * rows + 1) / (rows + 2)

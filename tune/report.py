@@ -1,21 +1,16 @@
-"""Write the results of a hyperparameter search (a sweep) as tables and an HTML page.
+"""Write the results of a hyperparameter search (a sweep) as a table and an HTML page.
 
-The files are ``sweep.parquet``, ``sweep.jsonl``, ``best.yaml`` and the self-contained
-``sweep.html``. They are made from the sweep's directory alone. With the oracle score
-each name begins with ``oracle-``, and the content says so.
+The files are ``sweep.jsonl``, ``best.yaml`` and the self-contained ``sweep.html``. They
+are made from the sweep's directory alone. With the oracle score each name begins with
+``oracle-``, and the content says so.
 """
 
-import io
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import yaml
-from numpy.typing import NDArray
 
 from tune import ORACLE, SCORES, records, spaces
 from tune.records import FAILED, FINISHED, STOPPED, Trial
@@ -26,39 +21,7 @@ from uno.report.charts import WIDE, Chart, Dot, Series, line_chart
 from uno.report.page import render
 from uno.text import plural, visible
 
-NUMBERS = (
-    "score",
-    "spread",
-    "known_best",
-    "novel_best",
-    "known_avg",
-    "novel_avg",
-    "loss",
-    "agreement",
-    # Times of an epoch.
-    "seconds",
-    "cpu_seconds",
-    "gpu_seconds",
-)
 MAX_SHOWN, MAX_LISTED = 200, 10  # trials in a chart, and in the table on the console
-
-
-class Effect(NamedTuple):
-    """How much one searched setting mattered for the order of the trials.
-
-    Attributes:
-        key: The dotted key of the setting.
-        share: The share, 0-1, of the variance of the trials' ranks that a parabola over
-            the setting's value explains. The value is taken as its position in its
-            domain, see :meth:`tune.spaces.Domain.position`.
-        low: ``share`` minus two standard errors (jackknife, Tukey 1958), at least 0.
-        high: ``share`` plus two standard errors, at most 1.
-    """
-
-    key: str
-    share: float
-    low: float
-    high: float
 
 
 class Summary(NamedTuple):
@@ -75,9 +38,6 @@ class Summary(NamedTuple):
             ``epochs``, the number of trained epochs; ``saved``, the share of epochs
             that early stopping saved; ``pretrainings``, the number of shared
             pretrainings, and ``pretrain_s``, their seconds.
-        effects: The effect of each searched setting, the largest first.
-        chance: The share that the largest effect rarely exceeds by chance, see
-            :func:`importance`.
     """
 
     settings: Mapping[str, Any]
@@ -86,8 +46,6 @@ class Summary(NamedTuple):
     ranked: list[Trial]
     best: Trial | None
     cost: dict[str, float]
-    effects: list[Effect]
-    chance: float
 
     @property
     def oracle(self) -> bool:
@@ -115,8 +73,7 @@ def read(storage: Storage) -> Summary:
         storage: The directory of the sweep.
 
     Returns:
-        The trials with their ranking and the best one, the cost of the sweep, and how
-        much each searched setting mattered.
+        The trials with their ranking and the best one, and the cost of the sweep.
 
     Raises:
         ConfigError: The directory holds no sweep.
@@ -141,15 +98,13 @@ def read(storage: Storage) -> Summary:
     cost["pretrainings"] = sum(map(bool, pretrained))
     cost["pretrain_s"] = sum(line.get("seconds", 0.0) for line in pretrained)
     best = records.best_trial(trials)
-    return Summary(
-        settings, space, trials, ranked, best, cost, *importance(space, ranked)
-    )
+    return Summary(settings, space, trials, ranked, best, cost)
 
 
 def write(storage: Storage) -> Summary:
-    """Write the tables, ``best.yaml`` and the HTML page of a sweep into its directory.
+    """Write the results of a sweep into its directory, as three files.
 
-    The tables are ``sweep.parquet`` and ``sweep.jsonl``, and the page is
+    The table is ``sweep.jsonl``, the best configuration ``best.yaml`` and the page
     ``sweep.html``. Without a best trial ``best.yaml`` is not written. With the score
     ``oracle`` all names begin with ``oracle-``.
 
@@ -161,7 +116,6 @@ def write(storage: Storage) -> Summary:
     """
     summary = read(storage)
     brand = f"{ORACLE}-" if summary.oracle else ""
-    storage.write(f"{brand}sweep.parquet", table_bytes(summary))
     storage.write(f"{brand}sweep.jsonl", lines_bytes(summary))
     if summary.best is not None:
         storage.write(f"{brand}best.yaml", best_yaml(summary, summary.best).encode())
@@ -169,176 +123,11 @@ def write(storage: Storage) -> Summary:
     return summary
 
 
-def importance(space: Space, ranked: Sequence[Trial]) -> tuple[list[Effect], float]:
-    """Compute how much each searched setting mattered for the order of the trials.
-
-    The measure is the share of the variance of the trials' ranks that a parabola over
-    the setting's value explains, see :class:`Effect`. On simulated sweeps of 12 and 16
-    trials, the jackknife intervals contained the true share in 78-97% of them.
-    Bootstrap intervals did in 0-93%, because resampled trials hold repetitions and give
-    too high shares.
-
-    Args:
-        space: The search space.
-        ranked: The trials, the best first.
-
-    Returns:
-        The effect of each setting with several values, the largest first; and the
-        threshold of chance: the largest share of any setting stays below it in 19 of 20
-        sweeps in which no setting has an effect. For that, ranks are permuted 2,000
-        times and the maximum over settings is taken (Westfall & Young 1993). The result
-        is ``([], 0.0)`` if there are fewer than 6 trials, or no setting has several
-        values.
-    """
-    places = {
-        d.key: np.array([d.position(trial.overrides[d.key]) for trial in ranked])
-        for d in space
-    }
-    bases = {
-        key: _parabola_basis(place)
-        for key, place in places.items()
-        if len(set(place.tolist())) > 1
-    }
-    if len(ranked) < 6 or not bases:
-        return [], 0.0
-    ranks, found = np.arange(len(ranked), dtype=float), []
-    for key, basis in bases.items():
-        share = float(_explained_share(basis, ranks))
-        others = [np.delete(ranks, i) for i in range(len(ranks))]
-        left = np.array(
-            [
-                _explained_share(_parabola_basis(np.delete(places[key], i)), y)
-                for i, y in enumerate(others)
-            ]
-        )
-        error = math.sqrt((len(left) - 1) * left.var())
-        found.append(
-            Effect(key, share, max(0.0, share - 2 * error), min(1.0, share + 2 * error))
-        )
-    permuted = np.random.default_rng(0).permuted(np.tile(ranks, (2000, 1)), axis=1).T
-    chance = np.quantile(
-        np.max([_explained_share(basis, permuted) for basis in bases.values()], axis=0),
-        0.95,
-    )
-    return sorted(found, key=lambda effect: (-effect.share, effect.key)), float(chance)
-
-
-def _parabola_basis(positions: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return an orthonormal basis of all parabolas over the positions of N trials.
-
-    Args:
-        positions: float64 (N,), the position of each trial's value of one setting in
-            the setting's domain, 0-1.
-
-    Returns:
-        The basis vectors as columns, float64 (N, 3); fewer columns if there are fewer
-        than 3 different positions.
-    """
-    degree = min(2, len(set(positions.tolist())) - 1)
-    return np.linalg.qr(np.vander(positions, degree + 1))[0]
-
-
-def _explained_share(
-    basis: NDArray[np.float64], ranks: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """Return the share of the variance of trials' ranks that a setting explains.
-
-    It is that of a least-squares fit of functions of the setting's value. The ranks are
-    those of the trials by score, or random permutations of them.
-
-    Args:
-        basis: float64 (N, D), orthonormal columns that span the fitted functions.
-        ranks: float64 (N,), the rank of each trial; or (N, M) for M sets of ranks.
-
-    Returns:
-        The share, 0-1, as a scalar array; or (M,) for M sets of ranks.
-    """
-    ranks = ranks - ranks.mean(axis=0)
-    return ((basis.T @ ranks) ** 2).sum(axis=0) / (ranks**2).sum(axis=0)
-
-
-def what_mattered(summary: Summary) -> str:
-    """Return a line that names the settings with an effect on the ranks above chance.
-
-    The effect of a setting is the share of the variance of the trials' ranks that the
-    setting explains, see :func:`importance`. If no effect is above chance, the line
-    names the setting with the largest one. The line is "" if there were too few trials,
-    or no setting had several values.
-
-    Args:
-        summary: The results of the sweep.
-    """
-    if not summary.effects:
-        return ""
-    named = [
-        f"{e.key} {e.share:.2f} ({e.low:.2f} to {e.high:.2f})"
-        for e in summary.effects
-        if e.share > summary.chance
-    ]
-    chance = f"chance reaches {summary.chance:.2f}"
-    if not named:
-        first = summary.effects[0]
-        best = f"the largest is {first.key} with {first.share:.2f}"
-        return (
-            "no key's effect is above chance in"
-            f" {plural(len(summary.ranked), 'trial')}: {best}, {chance}"
-        )
-    return (
-        f"what mattered, as a share of the variance of ranks: {', '.join(named)};"
-        f" {chance}"
-    )
-
-
-def table_bytes(summary: Summary) -> bytes:
-    """Return the results of a sweep as a Parquet file, one row for each trained epoch.
-
-    A trial without an epoch has one row, in which the values of an epoch are null.
-
-    Args:
-        summary: The results of the sweep.
-
-    Returns:
-        The content of the file. Its columns are ``trial`` (the number), ``status``,
-        ``reason`` (why it failed), ``objective`` (the name of the score), ``epoch``,
-        results of the epoch such as ``score``, ``loss`` and ``seconds``, and the value
-        of each searched setting by its dotted key.
-    """
-    fields = {
-        "trial": pa.int64(),
-        **dict.fromkeys(("status", "reason", "objective"), pa.string()),
-    }
-    fields |= {"epoch": pa.int64(), **dict.fromkeys(NUMBERS, pa.float64())}
-    objective = summary.settings["score"]
-    rows = [
-        {
-            "trial": t.index,
-            "status": t.status or "unfinished",
-            "reason": t.reason,
-            "objective": objective,
-        }
-        | {name: line.get(name) for name in ("epoch", *NUMBERS)}
-        | t.overrides
-        for t in summary.trials
-        for line in t.epochs or [{}]
-    ]
-    fields |= {domain.key: None for domain in summary.space}
-    columns = {
-        name: pa.array([row[name] for row in rows], kind)
-        for name, kind in fields.items()
-    }
-    marks, buffer = (
-        {"objective": objective, "oracle": str(summary.oracle).lower()},
-        io.BytesIO(),
-    )
-    pq.write_table(pa.table(columns).replace_schema_metadata(marks), buffer)
-    return buffer.getvalue()
-
-
 def lines_bytes(summary: Summary) -> bytes:
     """Return the results of a sweep as JSON lines, one for each trial.
 
     A line has the hyperparameter values, the results of each epoch, the status, the
-    name of the score, and whether the trial is the best.
+    name of the score (``objective``), and whether the trial is the best.
 
     Args:
         summary: The results of the sweep.
@@ -387,7 +176,7 @@ def format_table(summary: Summary) -> str:
     """Return the results of a sweep as a table for the console.
 
     It lists the ten best trials and trial 0, if it has a rank, and counts the ranked
-    and the failed trials. It ends with the cost and the settings that mattered.
+    and the failed trials. It ends with the cost.
 
     Args:
         summary: The results of the sweep.
@@ -431,7 +220,6 @@ def format_table(summary: Summary) -> str:
             f" {summary.best.score:.4f}"
         )
         lines.append(f"{kept} by more than one standard error")
-    lines += filter(None, [what_mattered(summary)])
     return "\n".join(lines)
 
 
@@ -447,35 +235,10 @@ def page(summary: Summary) -> str:
         "default": next((trial for trial in summary.ranked if trial.index == 0), None),
         "others": [trial for trial in trials if trial not in summary.ranked],
         "statuses": [trial.status for trial in trials],
-        "charts": [
-            chart for chart in (best_so_far(summary), learning_curves(summary)) if chart
-        ],
+        "curves": learning_curves(summary),
         "scatters": [chart for chart in scatters if chart],
-        "mattered": what_mattered(summary),
     }
     return render("sweep.html", context, package="tune")
-
-
-def best_so_far(summary: Summary) -> Chart | None:
-    """Draw the score of each trial over its number, and the best score so far.
-
-    A dot shows each trial's score after its last epoch. A line shows the highest score
-    of the trials up to a number; only those that have trained all epochs count.
-
-    Args:
-        summary: The results of the sweep.
-
-    Returns:
-        The chart, or None if no trial has a score.
-    """
-    steps, top = [], -math.inf
-    for trial in (trial for trial in summary.trials if math.isfinite(trial.score)):
-        before, top = top, max(top, trial.score) if trial.status == FINISHED else top
-        steps += [(trial.index, score) for score in dict.fromkeys((before, top))]
-    line = Series("best so far", steps, "best")
-    return _draw_scores(
-        summary, "Best so far", "trial", lambda trial: trial.index, [line], width=WIDE
-    )
 
 
 def learning_curves(summary: Summary) -> Chart | None:

@@ -8,9 +8,7 @@ first counts. Both accuracies are means over heads. The best head alone gives a 
 score, and its score saturates on the easier problem of a fold. (This was decided on the
 digits with true labels, on 8 configurations.) Unlabeled and test rows take no part.
 
-``loss`` and ``agreement`` use the real problem. The first is minus the cluster loss of
-the best head, which is comparable only if neither temperatures nor the number of
-clusters are searched. The second is the agreement of all pairs of heads on the
+``agreement`` uses the real problem: it is the agreement of all pairs of heads on the
 unlabeled rows. ``oracle`` uses the true labels, and everything that it writes says so.
 """
 
@@ -26,7 +24,7 @@ import torch
 from torch import Tensor
 
 from pipelines.ray_data import shared_tensor
-from tune import AGREEMENT, FOLDS, LOSS, ORACLE
+from tune import AGREEMENT, FOLDS, ORACLE
 from uno.config import Config
 from uno.data.files import Storage
 from uno.data.images import Images
@@ -47,7 +45,6 @@ from uno.results.evaluate import count_outputs, protocol_metrics
 from uno.results.metrics import cluster_accuracy, confusion
 from uno.steps import TrainState
 from uno.text import plural
-from uno.training import Worker
 
 # Every fifth row of a known class is held out, to measure the known accuracy.
 HELD_OUT_EVERY = 5
@@ -65,12 +62,11 @@ class Unread(NamedTuple):
     ids: pa.LargeStringArray
 
 
-Source = np.ndarray | str | Unread
+Source = np.ndarray | Unread
 """The images of N rows, or what replaces them.
 
 An array holds pixels, uint8 (N,3,S,S), or features of a frozen encoder, float32
-(N,1+V,D). A string is the path of a ``.npy`` file with such features. :class:`Unread`
-holds images that are read when they are needed.
+(N,1+V,D). :class:`Unread` holds images that are read when they are needed.
 """
 
 
@@ -102,8 +98,8 @@ def sweep_data(task: Task, images: Source, ok: np.ndarray, score: str) -> SweepD
     Args:
         task: The N rows of the sweep, labeled and unlabeled, with the true classes that
             are known.
-        images: The images of these N rows: an array of pixels or features, the path of
-            a file of features, or images that are read later, see :data:`Source`.
+        images: The images of these N rows: an array of pixels or features, or images
+            that are read later, see :data:`Source`.
         ok: bool (N,), whether a row can be read. Other rows are left out.
         score: The name of the score by which trials are compared, see
             :data:`tune.SCORES`. Only ``oracle``, which measures accuracy by the true
@@ -183,10 +179,9 @@ def make_folds(
     Args:
         data: The data of the sweep.
         score: The name of the score by which trials are compared. ``folds`` is the
-            accuracy on known classes that are hidden and on the others, ``loss`` is
-            minus the cluster loss in training, ``agreement`` is how well the heads
-            agree, and ``oracle`` is the accuracy by the true labels, see
-            :data:`tune.SCORES`.
+            accuracy on known classes that are hidden and on the others, ``agreement``
+            is how well the heads agree, and ``oracle`` is the accuracy by the true
+            labels, see :data:`tune.SCORES`.
         num_folds: The number of folds. Only the score ``folds`` uses it.
         seed: The seed of the choice of hidden classes.
         hide: The number of known classes that each fold hides; None for the default of
@@ -290,9 +285,8 @@ def open_folds(
     process when they are needed.
 
     Args:
-        source: The images of all rows of the sweep: an array of pixels or features, the
-            path of a file of features, or images that are read later, see
-            :data:`Source`.
+        source: The images of all rows of the sweep: an array of pixels or features, or
+            images that are read later, see :data:`Source`.
         folds: The problems as row numbers.
         config: The configuration of the trial.
         storage: The directory of the trial, in which images are listed that prove
@@ -315,10 +309,8 @@ def open_folds(
             )
             for name, train, (rows, truth, novel), hidden in folds
         ]
-    values = shared_tensor(
-        np.load(source, mmap_mode="r") if isinstance(source, str) else source
-    )
-    blocks = RowBlocks([values], stays_on_host=isinstance(source, str))
+    values = shared_tensor(source)
+    blocks = RowBlocks([values])
     # For features this is the evaluation view.
     seen = RowBlocks([values if values.ndim == 4 else values[:, 0]])
     return [
@@ -387,11 +379,9 @@ def hidden_classes(
 
 
 def measure(
-    config: Config, fold: Fold, state: TrainState, score: str, worker: Worker
+    config: Config, fold: Fold, state: TrainState, score: str
 ) -> dict[str, float]:
     """Compute the score of a trained model on one discovery problem.
-
-    All ranks call this.
 
     Args:
         config: The configuration of the trial.
@@ -399,9 +389,7 @@ def measure(
         state: The state of training, with the model.
         score: The name of the score. ``folds`` and ``oracle`` are the harmonic mean of
             the accuracies on classes to discover and on held-out rows of known classes,
-            ``loss`` is minus the cluster loss of the best head in training, and
-            ``agreement`` is how well the heads agree on the rows to discover.
-        worker: The process that trains.
+            and ``agreement`` is how well the heads agree on the rows to discover.
 
     Returns:
         ``score``, which is to be maximized, and more values by name. ``known_best`` and
@@ -409,14 +397,11 @@ def measure(
         cluster loss, and ``known_avg`` and ``novel_avg`` are means over heads; an
         accuracy is left out if no scored row has such a class. ``loss`` is the cluster
         loss of the best head. The score ``agreement`` adds ``agreement`` 0-1. ``rows``
-        is the number of rows of which the score is a share; the score ``loss`` has no
-        ``rows``.
+        is the number of rows of which the score is a share.
     """
     model, train, truth = state.model.eval(), fold.train, fold.scored.truth
     num_true = max(train.num_known, int(truth.max()) + 1)
-    batches = fold.scored.batches(
-        config.train.eval_batch_size, worker.rank, worker.world_size
-    )
+    batches = fold.scored.batches(config.train.eval_batch_size)
     metrics = protocol_metrics(
         count_outputs(model, config, batches, num_true)[0], state.best_head, "scored"
     )
@@ -433,27 +418,24 @@ def measure(
         ]
         found = _head_agreement(torch.cat(outputs, dim=1).numpy(), train.num_novel)
         parts |= {"agreement": found, "rows": float(train.num_unlabeled)}
-    elif score != LOSS:
+    else:
         parts["rows"] = float((truth >= 0).sum())
     model.train()
     return {"score": combined(parts, score), **parts}
 
 
 def combined(parts: Mapping[str, float], score: str) -> float:
-    """Return the score of a trial from the accuracies, loss and agreement of its model.
+    """Return the score of a trial from the accuracies or the agreement of its model.
 
     Args:
         parts: The results of :func:`measure` by name, except for ``score``.
-        score: The name of the score. ``loss`` is minus ``parts["loss"]``, ``agreement``
-            is ``parts["agreement"]``, and ``folds`` and ``oracle`` are the harmonic
-            mean of ``novel_avg`` and, if it is there, ``known_avg``, which are
-            accuracies 0-1.
+        score: The name of the score. ``agreement`` is ``parts["agreement"]``, and
+            ``folds`` and ``oracle`` are the harmonic mean of ``novel_avg`` and, if it
+            is there, ``known_avg``, which are accuracies 0-1.
 
     Returns:
         The score, which is to be maximized.
     """
-    if score == LOSS:
-        return -parts["loss"]
     if score == AGREEMENT:
         return parts["agreement"]
     accuracies = [parts[name] for name in ("novel_avg", "known_avg") if name in parts]

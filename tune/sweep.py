@@ -5,16 +5,16 @@ PyTorch or Ray.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import PositiveInt
 
 from pipelines.options import Argument, Command, parse, switch
 from tune import FOLDS, SCORES, spaces
 
 WHAT_SCORES = (
-    "What trials are compared by: folds (known classes hidden in turn), loss,"
-    " agreement; oracle uses the true labels and is for research only."
+    "What trials are compared by: folds (known classes hidden in turn) or agreement of"
+    " the heads; oracle uses the true labels and is for research only."
 )
 TUNE = Command(
     "tune",
@@ -29,9 +29,8 @@ TUNE = Command(
         ),
         "--search": Argument(
             "How they are chosen: random, grid (all combinations of the space's"
-            " choices), optuna, or package.module:factory, whose call returns a"
-            " searcher of Ray Tune.",
-            str,
+            " choices) or optuna.",
+            Literal["random", "grid", "optuna"],
             "random",
         ),
         "--score": Argument(WHAT_SCORES, Literal[*SCORES], FOLDS),
@@ -42,28 +41,20 @@ TUNE = Command(
         "--seeds": Argument(
             "Runs of each configuration; the score is their mean.", PositiveInt, 1
         ),
-        "--concurrent": Argument(
-            "Trials at a time; default: all the cluster holds.", PositiveInt | None
-        ),
         "--scheduler": Argument(
-            "What stops a trial early: asha; median (its best score is below the median"
-            " of the others' means); none.",
-            Literal["asha", "median", "none"],
+            "What stops a trial early: asha (at each rung a third continues) or none.",
+            Literal["asha", "none"],
             "asha",
         ),
         "--grace-epochs": Argument(
             "Epochs before a trial may stop; default: a sixth.", PositiveInt | None
         ),
-        "--reduction": Argument(
-            "asha: at each rung one of this many continues.",
-            Annotated[int, Field(ge=2)],
-            3,
-        ),
     },
     output="runs/tune-{preset}-seed{seed}",
     text="""
 The other options make the configuration that is searched around, as for uno discover. Trial 0 is that
-configuration unchanged. The same command again continues a sweep that was stopped or killed; a larger
+configuration unchanged. A trial is one process. --workers N runs at most N trials at once; by default the
+cluster decides. The same command again continues a sweep that was stopped or killed; a larger
 --trials adds trials. `uno discover --config DIR/best.yaml` runs the best trial.
 """,  # noqa: E501
 )

@@ -15,21 +15,18 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 
-from pipelines import train
 from tune.records import PartStorage, Trial, read_epochs, read_trial, trial_name
 from tune.score import Fold, FoldRows, make_folds, measure, open_folds
 from tune.spaces import Space
-from uno import distributed
 from uno.config import Config, dump_yaml, override
-from uno.data.files import Storage, join
+from uno.data.files import Storage
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError, UnoError
-from uno.runs import DISCOVER, RAY_FOLDER, run
+from uno.runs import DISCOVER, run
 from uno.runs.journal import read_journal
 from uno.runs.lock import ClaimedStorage
 from uno.training import LocalWorker, Worker
@@ -50,17 +47,17 @@ class SweepOptions(NamedTuple):
         space: The search space.
         space_name: The name of the space, or the path of its file.
         trials: The number of trials.
-        search: How values are chosen: ``random``, ``grid``, ``optuna``, or
-            ``package.module:factory`` for another searcher of Ray Tune.
-        score: The name of the score, see :data:`tune.SCORES`: ``folds``, ``loss``,
+        search: How values are chosen: ``random``, ``grid`` or ``optuna``.
+        score: The name of the score, see :data:`tune.SCORES`: ``folds``,
             ``agreement`` or ``oracle``.
         folds: The number of folds of each trial.
         hide: The number of known classes that a fold hides; None for the default, see
             :func:`tune.score.hidden_classes`.
         seeds: The number of seeds with which each configuration is trained.
         concurrent: The largest number of trials at a time; None for no limit.
-        asha: ``grace_epochs`` and ``reduction`` of ASHA; None without ASHA.
-        median: ``grace_epochs`` of the median rule; None without that rule.
+        scheduler: What stops trials early: ``asha`` or ``none``.
+        grace_epochs: The number of epochs before ASHA may stop a trial; None for the
+            default, see :meth:`grace_period`.
     """
 
     config: Config
@@ -74,8 +71,18 @@ class SweepOptions(NamedTuple):
     hide: int | None
     seeds: int
     concurrent: int | None
-    asha: dict[str, int] | None
-    median: dict[str, int] | None = None
+    scheduler: str
+    grace_epochs: int | None
+
+    def grace_period(self, num_epochs: int) -> int:
+        """Return the number of epochs before ASHA may stop a trial.
+
+        It is ``grace_epochs``, by default a sixth of all epochs, and at least 1.
+
+        Args:
+            num_epochs: The number of epochs of a trial.
+        """
+        return min(self.grace_epochs or max(1, num_epochs // 6), num_epochs)
 
 
 class Sweep(NamedTuple):
@@ -86,7 +93,7 @@ class Sweep(NamedTuple):
         num_epochs: The number of epochs of a trial.
         output: The directory of the sweep, a path or URI.
         token: The token of its lock, with which trials may write.
-        resources: The resources of each training process (``CPU``, ``GPU``).
+        resources: The resources of each trial (``CPU``, ``GPU``).
         data: The reference to the :class:`~tune.score.SweepData` in Ray's object store.
     """
 
@@ -107,7 +114,7 @@ def run_trial(
     storage: ClaimedStorage,
     report: Report,
 ) -> None:
-    """Train and score the epochs that a trial still lacks. All ranks call this.
+    """Train and score the epochs that a trial still lacks.
 
     Args:
         trial: The trial, with its hyperparameter values and the results of the epochs
@@ -116,16 +123,14 @@ def run_trial(
         folds: The discovery problems that the trial solves. It trains one model for
             each of them and each seed.
         num_epochs: The number of epochs to train in all, earlier ones included.
-        worker: The process that trains.
-        storage: The directory of the sweep, to which rank 0 appends the results.
-        report: Is called on every rank with the results of each epoch by name, such as
-            ``epoch`` and ``score``, those of earlier epochs first.
+        worker: This process, with its device.
+        storage: The directory of the sweep, to which the results are appended.
+        report: Is called with the results of each epoch by name, such as ``epoch`` and
+            ``score``, those of earlier epochs first.
 
     Raises:
         NumericsError: The score or the loss is not finite.
     """
-    # nobody appends before all have read the trial's epochs
-    distributed.barrier(worker.device)
     for line in trial.epochs:
         report(line)
     if trial.last_epoch >= num_epochs:
@@ -138,7 +143,7 @@ def run_trial(
     folds = [fold._replace(train=fold.train.to(worker.device)) for fold in folds]
     for config, fold in product(configs, folds):
         sizes = len(fold.train.labels), fold.train.num_unlabeled
-        steps = run.plans(config, *sizes, worker.world_size)[DISCOVER].steps_per_epoch
+        steps = run.plans(config, *sizes, 1)[DISCOVER].steps_per_epoch
         weights = config.model.weights or pretrained_directory(
             config, fold, worker, storage, folder
         )
@@ -161,18 +166,15 @@ def run_trial(
             state = run.run_phase(
                 override(config, last), DISCOVER, fold.train, worker, part
             )
-            parts.append(measure(config, fold, state, options.score, worker))
+            parts.append(measure(config, fold, state, options.score))
         line = {"epoch": epoch, **_mean_results(parts, len(folds)), **seconds()}
         for name in ("score", "loss"):
             if not math.isfinite(line[name]):
                 raise NumericsError(
                     f"the {name} of epoch {epoch} is not finite: training diverged"
                 )
-        if worker.rank == 0:
-            storage.append(
-                f"{folder}/epochs.jsonl",
-                (json.dumps(line, allow_nan=False) + "\n").encode(),
-            )
+        text = json.dumps(line, allow_nan=False) + "\n"
+        storage.append(f"{folder}/epochs.jsonl", text.encode())
         report(line)
 
 
@@ -210,12 +212,11 @@ def _mean_results(parts: list[dict[str, float]], num_folds: int) -> dict[str, An
 def _clock(worker: Worker) -> Callable[[], dict[str, float]]:
     """Return a stopwatch: a function that returns the seconds since its last call.
 
-    It returns a dict with ``seconds`` of wall time, and with ``cpu_seconds`` and
-    ``gpu_seconds`` of all workers. These assume that the other workers are as busy as
-    this one, and that a GPU is busy all the time.
+    It returns a dict with ``seconds`` of wall time, ``cpu_seconds`` and
+    ``gpu_seconds``, for which a GPU counts as busy all the time.
 
     Args:
-        worker: The process that trains, with its device and the number of workers.
+        worker: This process, with its device.
     """
     last = time.perf_counter(), time.process_time()
 
@@ -223,8 +224,8 @@ def _clock(worker: Worker) -> Callable[[], dict[str, float]]:
         """Return the wall, CPU and GPU seconds since the last call, by name."""
         nonlocal last
         before, last = last, (time.perf_counter(), time.process_time())
-        wall, cpu = last[0] - before[0], (last[1] - before[1]) * worker.world_size
-        gpu = wall * worker.world_size if worker.device.type == "cuda" else 0.0
+        wall, cpu = last[0] - before[0], last[1] - before[1]
+        gpu = wall if worker.device.type == "cuda" else 0.0
         return {
             "seconds": round(wall, 3),
             "cpu_seconds": round(cpu, 3),
@@ -268,13 +269,13 @@ def pretrained_directory(
 
     It is a finished pretraining that trials share, if there is one for the trial's
     settings and the fold. Otherwise the trial pretrains in its own folder before this
-    returns. That is so if a searcher such as Optuna has chosen the settings, or if the
-    shared pretraining failed. All ranks call this.
+    returns. That is so if Optuna has chosen the settings, or if the shared pretraining
+    failed.
 
     Args:
         config: The configuration of the trial.
         fold: The discovery problem, with its training rows.
-        worker: The process that trains.
+        worker: This process, with its device.
         storage: The directory of the sweep.
         trial_folder: The path of the trial's folder in the directory of the sweep.
 
@@ -293,23 +294,21 @@ def pretrained_directory(
 def pretrain(config: Config, fold: Fold, worker: Worker, folder: Storage) -> str:
     """Pretrain on the labeled rows of a fold, or resume, and return the directory.
 
-    All ranks call this. Rank 0 writes ``done.json`` at the end.
+    The file ``done.json`` is written last.
 
     Args:
         config: The configuration of a trial.
         fold: The discovery problem, with its training rows.
-        worker: The process that trains.
+        worker: This process, with its device.
         folder: The directory of the pretraining, for checkpoints.
 
     Returns:
         The path or URI of ``folder``.
     """
     seconds = _clock(worker)
-    if worker.rank == 0:
-        folder.write("config.yaml", dump_yaml(config).encode())
+    folder.write("config.yaml", dump_yaml(config).encode())
     run.pretrain(config, fold.train, worker, folder)
-    if worker.rank == 0:
-        folder.write(DONE, json.dumps({"hidden": fold.hidden, **seconds()}).encode())
+    folder.write(DONE, json.dumps({"hidden": fold.hidden, **seconds()}).encode())
     return folder.uri
 
 
@@ -357,7 +356,7 @@ def missing_pretrainings(
         fold = folds[number]
         num_labeled, num_unlabeled = fold.sizes
         with contextlib.suppress(ConfigError):  # the trial will fail by it
-            run.plans(config, num_labeled, num_unlabeled, config.compute.num_workers)
+            run.plans(config, num_labeled, num_unlabeled, 1)
             key = pretrain_key(config, fold)
             found.setdefault(key, Pretraining(key, config, number))
     return [
@@ -370,51 +369,26 @@ def missing_pretrainings(
 def run_pretraining(sweep: Sweep, job: Pretraining) -> None:
     """Train one pretraining from which trials of a sweep start, in a task of Ray.
 
-    With ``compute.num_workers`` the task starts a group of workers of Ray Train and
-    waits for them. An error is ignored here. Trials that do not find the pretraining do
-    it themselves, and report their own error.
+    An error is ignored here. Trials that do not find the pretraining do it themselves,
+    and report their own error.
 
     Args:
         sweep: The facts about the sweep.
         job: The pretraining.
     """
     with contextlib.suppress(Exception):
-        if sweep.options.config.compute.num_workers:
-            from pipelines.failures import saved_steps
-
-            directory = join(sweep.output, shared_name(job.key))
-            name = f"pretrain-{job.key}"
-            _fit(sweep, {"job": job}, name, partial(saved_steps, directory))
-        else:
-            storage = ClaimedStorage(sweep.output, sweep.token)
-            _pretrain_shared(job, sweep, _local_worker(sweep), storage)
-
-
-def _pretrain_shared(
-    job: Pretraining, sweep: Sweep, worker: Worker, storage: ClaimedStorage
-) -> None:
-    """Train one pretraining from which trials of a sweep start, on this process.
-
-    With several ranks, all of them call this.
-
-    Args:
-        job: The pretraining.
-        sweep: The facts about the sweep, with the reference to its data.
-        worker: The process that trains.
-        storage: The directory of the sweep.
-    """
-    folder = PartStorage(storage, shared_name(job.key))
-    fold = _read_folds(sweep, folder)[job.fold]
-    fold = fold._replace(train=fold.train.to(worker.device))
-    pretrain(job.config, fold, worker, folder)
+        storage = ClaimedStorage(sweep.output, sweep.token)
+        folder = PartStorage(storage, shared_name(job.key))
+        fold, worker = _read_folds(sweep, folder)[job.fold], _local_worker(sweep)
+        fold = fold._replace(train=fold.train.to(worker.device))
+        pretrain(job.config, fold, worker, folder)
 
 
 def train_trial(sample: dict[str, Any], sweep: Sweep) -> None:
     """Train and score a trial: the trainable function that Ray Tune calls.
 
-    With ``compute.num_workers`` it starts a group of workers of Ray Train and waits for
-    them. The score of each epoch is reported to Ray Tune. An error is not raised, but
-    written to the trial's ``failure.json``, which the driver reads.
+    The score of each epoch is reported to Ray Tune. An error is not raised, but written
+    to the trial's ``failure.json``, which the driver reads.
 
     Args:
         sample: Ray Tune's configuration of the trial: ``{"index": number of the
@@ -426,14 +400,17 @@ def train_trial(sample: dict[str, Any], sweep: Sweep) -> None:
     index, storage = sample["index"], ClaimedStorage(sweep.output, sweep.token)
     try:
         check_starts(storage, index)
-        if sweep.options.config.compute.num_workers:
-            from ray.tune.integration.ray_train import TuneReportCallback
-
-            name = f"train-{ray.tune.get_context().get_trial_id()}"
-            progress = partial(trained_epochs, sweep.output, index)
-            _fit(sweep, {"index": index}, name, progress, [TuneReportCallback()])
-        else:
-            _run_shared(index, sweep, _local_worker(sweep), storage, ray.tune.report)
+        trial = read_trial(storage, index)
+        assert trial is not None
+        run_trial(
+            trial,
+            sweep.options,
+            _read_folds(sweep, PartStorage(storage, trial_name(index))),
+            sweep.num_epochs,
+            _local_worker(sweep),
+            storage,
+            lambda line: ray.tune.report({k: line[k] for k in ("epoch", "score")}),
+        )
     except Exception as error:
         note_failure(storage, index, error)
         # Tune prints a line for a trial without any report
@@ -454,7 +431,7 @@ def check_starts(storage: ClaimedStorage, index: int) -> None:
         Interrupted: The trial died three times in the same epoch.
     """
     name = f"{trial_name(index)}/starts.jsonl"
-    epochs = trained_epochs(storage.uri, index)
+    epochs = len(read_epochs(storage, index))
     start = {"token": storage.token, "epochs": epochs}
     if read_journal(storage, name).count(start) >= MAX_DEATHS:
         raise Interrupted(
@@ -467,8 +444,8 @@ def check_starts(storage: ClaimedStorage, index: int) -> None:
 def _local_worker(sweep: Sweep) -> LocalWorker:
     """Return this process as the one that trains a trial or a pretraining.
 
-    It trains on a GPU if a GPU is reserved for each training process of the sweep, and
-    else on the CPU.
+    It trains on a GPU if a GPU is reserved for each trial of the sweep, and else on the
+    CPU.
     """
     return LocalWorker(torch.device("cuda" if "GPU" in sweep.resources else "cpu"))
 
@@ -495,39 +472,11 @@ def note_failure(storage: ClaimedStorage, index: int, error: Exception) -> None:
         )
 
 
-def _run_shared(
-    index: int, sweep: Sweep, worker: Worker, storage: ClaimedStorage, report: Report
-) -> None:
-    """Train and score a trial on this process, with the data in Ray's object store.
-
-    With several ranks, all of them call this.
-
-    Args:
-        index: The number of the trial.
-        sweep: The facts about the sweep, with the reference to its data.
-        worker: The process that trains.
-        storage: The directory of the sweep.
-        report: Ray's function to report results: that of Tune, or of Train. It gets
-            ``epoch`` and ``score`` after each epoch.
-    """
-    trial = read_trial(storage, index)
-    assert trial is not None
-    run_trial(
-        trial,
-        sweep.options,
-        _read_folds(sweep, PartStorage(storage, trial_name(index))),
-        sweep.num_epochs,
-        worker,
-        storage,
-        lambda line: report({"epoch": line["epoch"], "score": line["score"]}),
-    )
-
-
 def _read_folds(sweep: Sweep, folder: Storage) -> list[Fold]:
     """Return the discovery problems of a trial, with the data in Ray's object store.
 
     This also sets the number of threads of torch in this process: ``compute.threads``,
-    or by default the CPUs that are reserved for a training process.
+    or by default the CPUs that are reserved for a trial.
 
     Args:
         sweep: The facts about the sweep, with the reference to its data.
@@ -542,89 +491,3 @@ def _read_folds(sweep: Sweep, folder: Storage) -> list[Fold]:
     rows = make_folds(data, options.score, options.folds, base.seed, options.hide)
     here = override(base, {"compute.threads": threads})
     return open_folds(data.images, rows, here, folder)
-
-
-def _fit(
-    sweep: Sweep,
-    work: dict[str, Any],
-    name: str,
-    progress: Callable[[], int],
-    callbacks: Sequence[Any] = (),
-) -> None:
-    """Run a trial or a pretraining on a group of workers of Ray Train.
-
-    This process only waits for the end, and needs almost no CPU. If workers die, Ray
-    Train starts a new group, which resumes from the newest checkpoint.
-
-    Args:
-        sweep: The facts about the sweep.
-        work: What to do: ``{"index": number of the trial}``, or ``{"job": the
-            Pretraining}``.
-        name: The name of the run for Ray.
-        progress: Returns a number that grows with every checkpoint, or with every epoch
-            of the trial.
-        callbacks: Callbacks of Ray Train.
-
-    Raises:
-        UnoError: A worker raised it for the user to act on.
-        Interrupted: Three groups in a row died without progress, or Ray Train's
-            controller was lost.
-        Exception: Another error of the workers' code occurred three times in a row
-            without progress.
-    """
-    from pipelines.failures import EndWhenHopeless
-
-    rules = [*callbacks, EndWhenHopeless(progress)]
-    train.fit(
-        _train_loop,
-        {**work, "sweep": sweep},
-        train.scaling(sweep.options.config, sweep.resources),
-        train.run_config(join(sweep.output, RAY_FOLDER), name, rules),
-        timeout_s=1800,
-    )
-
-
-def trained_epochs(output: str, index: int) -> int:
-    """Return how many epochs of a trial are trained and scored.
-
-    Args:
-        output: The directory of the sweep, a path or URI.
-        index: The number of the trial.
-    """
-    return len(read_epochs(Storage(output), index))
-
-
-class _TrialWorker(train.RayWorker):
-    """A rank of a trial on Ray Train, which reports no training losses to Ray."""
-
-    def report(self, metrics: dict[str, Any]) -> None:
-        """Ignore a line of training metrics, because a trial reports its scores itself.
-
-        Args:
-            metrics: The metrics by name.
-        """
-
-    def should_stop(self, step: int) -> bool:
-        """Return False, because Ray Tune itself ends the workers of a stopped trial."""
-        return False
-
-
-def _train_loop(loop: dict[str, Any]) -> None:
-    """Run a trial or a pretraining, on every worker of Ray Train.
-
-    This is Ray Train's ``train_loop_per_worker``.
-
-    Args:
-        loop: ``sweep``, the facts about the sweep (a :class:`Sweep`); and either
-            ``index``, the number of the trial, or ``job``, the :class:`Pretraining`.
-    """
-    import ray.train
-
-    sweep: Sweep = loop["sweep"]
-    storage = ClaimedStorage(sweep.output, sweep.token)
-    storage.check()
-    worker = _TrialWorker(storage)
-    if "job" in loop:
-        _pretrain_shared(loop["job"], sweep, worker, storage)
-    else:
-        _run_shared(loop["index"], sweep, worker, storage, ray.train.report)

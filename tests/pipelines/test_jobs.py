@@ -2,13 +2,10 @@
 function.
 """
 
-import mmap
 import os
 import socket
 import sys
 import time
-from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,12 +14,8 @@ import torch
 from pipelines import ray_env, train
 from pipelines.backend import RayBackend
 from tests.pipelines.small import wait_for
-from tests.uno.small_run import small_config
 from uno.config import Config, override
 from uno.data.files import Storage
-from uno.data.memory import RowBlocks
-from uno.data.sources import read_rows
-from uno.data.splits import make_task
 from uno.errors import ConfigError, Interrupted
 from uno.runs.lock import lock_run
 from uno.session.run import Run
@@ -44,11 +37,11 @@ def driver(tmp_path, monkeypatch):
         def send_token(self, group, token):
             tokens.append((group, token))
 
-    def fit(train_loop, loop, scaling, settings):
+    def fit(config, resources, loop):
         wait_for(lambda: not left or not isinstance(left[0], tuple), pause=0.01)
         if not left:
             time.sleep(60)
-        return SimpleNamespace(return_value=left[0])
+        return left[0]
 
     left, tokens, shown, stopped = [], [], [], []
     monkeypatch.setattr(train, "Messages", Script)
@@ -246,96 +239,6 @@ def test_a_head_that_ray_start_has_started_is_found(monkeypatch, tmp_path):
     assert ray_env.cluster_address() is None
 
 
-def test_a_private_cluster_uses_no_token(monkeypatch):
-    started = []
-    ray = SimpleNamespace(
-        is_initialized=lambda: False, shutdown=lambda: None, exceptions=None
-    )
-    ray.init = lambda **options: started.append(
-        (options["address"], os.environ["RAY_AUTH_MODE"], options)
-    )
-    monkeypatch.setitem(sys.modules, "ray", ray)
-    monkeypatch.setattr(os, "environ", {})
-    for keep_idle in (True, False):
-        with ray_env.connect(keep_idle=keep_idle):
-            pass
-    assert [facts[:2] for facts in started] == [("local", "disabled")] * 2
-    assert [options.get("_system_config") for *_, options in started] == [
-        None,
-        {"num_workers_soft_limit": 0},
-    ]
-
-
-@pytest.mark.parametrize("loading", ["memory", "streaming"])
-def test_images_stay_in_rays_store_as_long_as_they_are_used(
-    tmp_path, monkeypatch, loading
-):
-    """Kills: a store that is gone, or another's, while rows are predicted; a copy of
-    it; a cluster that idles where nothing is in it; processes that decoded and stay, or
-    that crop and go.
-    """
-    events, kept = [], RowBlocks([torch.zeros(400, 3, 8, 8, dtype=torch.uint8)])
-
-    @contextmanager
-    def connect(store, workers, keep_idle):
-        yield SimpleNamespace(cluster_resources=dict, get=lambda images: images)
-        events.append(("closed", keep_idle))
-
-    monkeypatch.setattr(train.ray_env, "connect", connect)
-    monkeypatch.setattr(train.ray_env, "worker_resources", lambda *_: {"CPU": 1.0})
-    monkeypatch.setattr(train.nodes, "wait_for_resources", lambda *_: {"CPU": 1.0})
-    monkeypatch.setattr(train, "run_workers", lambda *_: {})
-    facts = {
-        "decode_task": (None, [None] * 400),
-        "shared": {"images": []},
-        "pixels_of": kept,
-    }
-    for name, found in facts.items():
-        monkeypatch.setattr(train.ray_data, name, lambda *_, found=found: found)
-    config = small_config(compute__num_workers=2, data__loading=loading)
-    task = make_task(read_rows(config.data), config.data)
-    run = Run(config, Storage(str(tmp_path)), RayBackend(), task)
-    with run.locked():
-        train.run_on_ray(run, lambda metrics: None)
-        streams = loading == "streaming"
-        assert events == ([("closed", True)] if streams else [])
-        found = run.task
-        assert found is task if streams else found.rows.images.values is kept
-    assert events == [("closed", streams)]
-
-
-def test_the_last_collectives_of_a_hang_are_in_the_run(tmp_path, monkeypatch):
-    """Kills: traces on a disk that is gone with its node, a directory that NCCL does
-    not make, a user's own variable overruled, names that torch does not read.
-    """
-    monkeypatch.delenv("TORCH_FR_BUFFER_SIZE", raising=False)
-    here, there = Storage(str(tmp_path / "run")), Storage("mock:///run")
-    monkeypatch.setattr(train.tempfile, "gettempdir", lambda: str(tmp_path))
-    for storage in (here, there):
-        place = Path(train.flight_recorder(storage)["TORCH_FR_DUMP_TEMP_FILE"])
-        train.collect_traces(storage)
-        place.with_name(place.name + "1").write_bytes(b"trace")
-        train.collect_traces(storage)
-    assert (tmp_path / "run/nccl/rank_1").read_bytes() == b"trace"
-    (name,) = there.list("nccl")
-    assert (
-        name.startswith("rank_1-")
-        and there.read(f"nccl/{name}") == b"trace"
-        and not place.exists()
-    )
-    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "5")
-    assert "TORCH_FR_BUFFER_SIZE" not in train.flight_recorder(here)
-    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    if library.exists():
-        with (
-            library.open("rb") as file,
-            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as code,
-        ):
-            assert all(
-                code.find(name.encode()) > 0 for name in train.flight_recorder(there)
-            )
-
-
 @pytest.mark.parametrize(
     ("device", "loading", "threads", "expected"),
     [
@@ -354,37 +257,3 @@ def test_threads_of_a_rank_leave_cores_to_ray_data(
     monkeypatch.setattr("uno.runs.hardware.available_cpus", lambda: 8)
     config = override(Config(), {"data.loading": loading, "compute.threads": threads})
     assert train.rank_threads(config, torch.device(device), 2) == expected
-
-
-def test_the_numbers_of_a_rank_are_rays_metrics(monkeypatch):
-    """Kills: a number of all ranks that Grafana adds up, gauges without the run and the
-    rank, lines that have no number taken for zeros.
-    """
-    import ray.util.metrics
-
-    seen = []
-
-    class Gauge:
-        def __init__(self, name, text, tag_keys):
-            self.name, self.keys = name, tag_keys
-
-        def set(self, value, tags):
-            seen.append((self.name, value, *(tags[key] for key in self.keys)))
-
-    monkeypatch.setattr(ray.util.metrics, "Gauge", Gauge)
-    line = {"phase": "discover", "lr": 0.1} | dict.fromkeys(train.GAUGES, 0.5)
-    for rank in (0, 1):
-        train.Gauges("a-run", rank).set(line)
-        train.Gauges("a-run", rank).set({"phase": "discover", "step": 7})
-    expected = [(f"uno_{name}", 0.5, "a-run", "discover", "0") for name in train.GAUGES]
-    own = [
-        (name, 0.5, "a-run", "discover", "1") for name in ("uno_step_ms", "uno_rank_ms")
-    ]
-    assert sorted(seen) == sorted(expected + own)
-    assert train.GAUGES.keys() >= {
-        "data_wait",
-        "rank_ms_median",
-        "slow_rank",
-        "grad_norm",
-        "peak_memory_gb",
-    }

@@ -1,23 +1,20 @@
 """Shards on Ray: what a task gets and what it stores."""
 
-import sys
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 
 from pipelines import cli, commands
-from pipelines.pack import shard_block, without_images, write_shard
+from pipelines.pack import write_shard
 from tests.uno.data.builders import write_images
 from uno.data.columns import make_ids, make_labels
 from uno.data.files import Storage
-from uno.data.images import Files, InMemory
+from uno.data.images import Files, InMemory, to_columns
 from uno.data.pack import ShardRows, store_shard
 from uno.data.rows import Rows
 
 
-def test_a_task_stores_what_this_process_stores(tmp_path, monkeypatch):
-    """Through the block that travels. Kills: row groups joined, labels shifted, a bad
+def test_a_task_stores_what_this_process_stores(tmp_path):
+    """Through the columns that travel. Kills: row groups joined, labels shifted, a bad
     row without its reason, pixels that lost their shape, truth where there is none,
     images of the first rows.
     """
@@ -27,9 +24,6 @@ def test_a_task_stores_what_this_process_stores(tmp_path, monkeypatch):
     files = Files.of([str(tmp_path / name) for name in names], [(-1, -1)] * 6)
     pixels = np.random.default_rng(0).integers(0, 256, (6, 4, 6, 3), dtype=np.uint8)
     labels, truth = ("b", None, "a", "b", None, "a"), ("c", None, None, "d", None, None)
-    monkeypatch.setitem(
-        sys.modules, "ray", SimpleNamespace(get=lambda reference: reference)
-    )
     for images, classes, true, num_bad in (
         (files, ("b", "a"), None, 1),
         (InMemory(pixels), (), truth, 0),
@@ -42,10 +36,8 @@ def test_a_task_stores_what_this_process_stores(tmp_path, monkeypatch):
         )
         here, there = Storage(str(tmp_path / "a")), tmp_path / "b"
         expected = store_shard(here, rows, shard, images.read_images(shard.rows), 2)
-        found = write_shard(
-            shard_block(shard, rows), str(there), (without_images(rows), None)
-        ).to_pylist()
-        assert found == [{"name": shard.name, "rows": 5, "bad": expected.bad}]
+        item = shard, to_columns(images, shard.rows)
+        assert write_shard(str(there), rows, images.reader(), item) == expected
         assert [row["id"] for row in expected.bad] == ["3.png"] * num_bad
         assert (there / shard.name).read_bytes() == here.read(shard.name)
 

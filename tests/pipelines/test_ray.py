@@ -3,7 +3,6 @@ local path.
 """
 
 import json
-import urllib.request
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +17,6 @@ from tests.pipelines.small import (
     assert_same_weights,
     lines_of,
     refused,
-    wait_for,
     write_images,
 )
 from uno.data import array_files
@@ -144,21 +142,11 @@ def test_unreadable_images_beyond_the_budget_stop_before_any_worker(
 
 
 @pytest.mark.release
-def test_rays_dashboard_has_a_run_by_a_method_of_the_users_own_and_its_numbers(
-    ray_cluster, tmp_path
-):
+def test_rays_dashboard_has_a_run_by_a_method_of_the_users_own(ray_cluster, tmp_path):
     """Kills: a configuration that only the process of the command can read, an empty
-    Train tab, gauges that no node exports.
+    Train tab.
     """
     from ray.train.v2._internal.state.state_actor import get_state_actor
-
-    port = ray_cluster.nodes()[0]["MetricsExportPort"]
-
-    def exported() -> bool:
-        with urllib.request.urlopen(
-            f"http://127.0.0.1:{port}/metrics", timeout=10
-        ) as page:
-            return f'run="{tmp_path.name}"'.encode() in page.read()
 
     own = [
         "--method",
@@ -173,7 +161,6 @@ def test_rays_dashboard_has_a_run_by_a_method_of_the_users_own_and_its_numbers(
     runs = ray_cluster.get(get_state_actor().get_train_runs.remote()).values()
     (found,) = (each for each in runs if f"{tmp_path}/ray" in str(each))
     assert found.status.value == "FINISHED"
-    wait_for(exported)
 
 
 @pytest.mark.release

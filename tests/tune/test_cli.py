@@ -1,6 +1,7 @@
 """``uno tune``'s options and what is refused before anything starts."""
 
 from contextlib import nullcontext
+from unittest.mock import Mock
 
 import pytest
 
@@ -14,16 +15,16 @@ from tune.driver import sweep_options
 from tune.score import make_folds
 from tune.sweep import TUNE, main
 from uno.config import override
-from uno.data.files import Storage
 from uno.encoders.weights import PRETRAINED_FILE
 from uno.errors import ConfigError, NumericsError
 from uno.session.data import read_task
 
 
 def test_options_are_its_own_and_those_of_a_run():
-    words = "--space full --trials 5 --objective.epsilon 0.2 --score loss"
-    options = tiny_options("/x", *words.split())
-    assert (options.trials, options.score, options.space_name) == (5, "loss", "full")
+    words = "--space full --trials 5 --objective.epsilon 0.2 --score agreement"
+    options = tiny_options("/x", *words.split(), "--workers", "3")
+    assert (options.trials, options.score) == (5, "agreement")
+    assert (options.space_name, options.concurrent) == ("full", 3)
     assert (
         options.config.objective.epsilon
         == options.overrides["objective.epsilon"]
@@ -32,20 +33,15 @@ def test_options_are_its_own_and_those_of_a_run():
     assert options.overrides["preset"] == "digits" and not any(
         key.startswith(("output", "compute")) for key in options.overrides
     )
-    assert options.asha == {"grace_epochs": 1, "reduction": 3}
-    assert tiny_options("/x", "--scheduler", "none")[-2:] == (None, None)
-    assert tiny_options("/x", "--scheduler", "median")[-2:] == (
-        None,
-        {"grace_epochs": 1},
-    )
+    assert (options.grace_period(2), options.grace_period(18)) == (1, 3)
 
 
 BAD = (
     "--trial 3,--trials x,--space huge,--search gird,--score truth,--grace-epochs"
-    " 0,--reduction 1,--dry-run"
+    " 0,--dry-run"
 )
 USELESS = (
-    "--trials 0,--folds 0,--seeds 0,--concurrent 0,--folds 9,--hide 1,--hide"
+    "--trials 0,--folds 0,--seeds 0,--folds 9,--hide 1,--hide"
     " 5,--weights /some/run,--discover.epochs 0,--train.batch-size"
     " 5000,--data.known-classes first:2,--score agreement --model.num-heads 1"
 )
@@ -85,9 +81,7 @@ def test_foreign_directories_and_other_settings_are_refused_by_name(tmp_path):
     ):
         with pytest.raises(ConfigError, match=name):
             driver.open_sweep(tiny_options(tmp_path, *words), storage, "0" * 64, 3)
-    same = tiny_options(
-        tmp_path, "--trials", "99", "--concurrent", "1", "--compute.num_workers", "0"
-    )
+    same = tiny_options(tmp_path, "--trials", "99", "--workers", "1")
     driver.open_sweep(same, storage, "0" * 64, 3)
     storage.write("sweep.yaml", b"- damaged")
     with pytest.raises(ConfigError, match=r"sweep\.yaml"):
@@ -109,23 +103,6 @@ def test_a_sweep_of_failures_says_why(tmp_path):
         driver.run_sweep(options)
 
 
-def test_a_sweep_that_goes_on_holds_out_what_it_held_out(tmp_path):
-    """Kills: an old sweep refused for a changed default, a share that was asked for
-    and is ignored.
-    """
-    fake_sweep(tmp_path, tiny_options(tmp_path), [])
-    by_default, asked = (
-        tiny_options(tmp_path),
-        tiny_options(tmp_path, "--data.validation-fraction", "0.1"),
-    )
-    by_default = by_default._replace(config=asked.config)
-    found = [
-        driver.open_sweep_data(options)[0].config.data.validation_fraction
-        for options in (by_default, asked)
-    ]
-    assert found == [0, 0.1]
-
-
 @pytest.mark.parametrize(
     ("words", "epochs"), [("", 2), ("--max-steps 2", 1), ("--max-steps 1000", 2)]
 )
@@ -144,21 +121,19 @@ def test_epochs_that_have_steps_to_take(tmp_path, words, epochs):
     [
         ("", {"CPU": 2.0}, 2),
         ("", {"CPU": 64.0}, 16),
-        ("--concurrent 3", {"CPU": 64.0}, 3),
+        ("--workers 3", {"CPU": 64.0}, 3),
         ("--compute.cpus-per-worker 4", {"CPU": 10.0}, 2),
-        ("", {"CPU": 0.5}, 1),
-        ("--device cuda", {"CPU": 16.0, "GPU": 2.0}, 2),
         ("--device cuda --gpus-per-worker 0.5", {"CPU": 16.0, "GPU": 2.0}, 4),
-        ("--workers 2 --compute.cpus-per-worker 1", {"CPU": 5.0}, 2),
         ("--compute.cpus-per-worker 4", {"CPU": 1.0}, None),
         ("--device cuda", {"CPU": 1.0}, None),
-        ("--workers 2", {"CPU": 1.0}, None),
     ],
 )
 def test_trials_at_a_time_are_what_the_cluster_holds(tmp_path, words, cluster, number):
     options = tiny_options(tmp_path, *words.split())
-    with nullcontext() if number else pytest.raises(ConfigError):
-        assert driver.concurrency(options, cluster)[0] == number
+    ray = Mock(cluster_resources=lambda: cluster)
+    with nullcontext() if number else pytest.raises(ConfigError, match="lower"):
+        request = ray_env.task_request(options.config, cluster)
+        assert driver.trials_at_once(options, request, ray) == number
 
 
 def test_a_stale_cluster_address_is_one_line():
@@ -189,10 +164,8 @@ def test_own_images_decide_for_a_sweep_as_for_a_run(tmp_path, monkeypatch):
     )
     found, task = driver.open_sweep_data(options)
     assert found.config.augment.large.size == found.overrides["data.stored_size"] == 12
-    assert (found.config.discover.epochs, found.asha["grace_epochs"]) == (18, 3)
-    folds = make_folds(
-        driver.load_data(found, task, None, Storage(str(tmp_path))), "folds", 2, 0
-    )
+    assert found.config.discover.epochs == 18
+    folds = make_folds(driver.load_data(found, task, None), "folds", 2, 0)
     fitted = driver.with_fitting_batch(
         found._replace(config=override(found.config, {"train.batch_size": 500})), folds
     )

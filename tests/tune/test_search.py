@@ -2,12 +2,11 @@
 package is needed.
 """
 
-from typing import ClassVar
-
 import pytest
 
 from tests.tune.tiny import fake_sweep, tiny_options
 from tune import records, spaces
+from tune.driver import open_sweep_data
 from tune.records import FAILED, FINISHED, STOPPED
 from tune.spaces import load_space
 from uno.errors import ConfigError
@@ -124,14 +123,11 @@ def test_a_trial_that_is_interrupted_has_no_result(sweep):
     assert ended == [] and plan.suggest("h") == "FINISHED"
 
 
-@pytest.mark.parametrize("rule", ["asha", "median"])
-def test_early_stopping_remembers_earlier_trials(tmp_path, rule):
-    """Kills: a continued sweep whose first trial meets empty rungs and survives, a
-    rule that pauses.
-    """
+def test_early_stopping_remembers_earlier_trials(tmp_path):
+    """Kills: a continued sweep whose first trial meets empty rungs and survives."""
     from tune.search import EarlierTrial, scheduler
 
-    options = tiny_options(tmp_path, "--scheduler", rule, "--grace-epochs", "1")
+    options = tiny_options(tmp_path, "--grace-epochs", "1")
     lines = [{"epoch": epoch, "score": 0.9} for epoch in (1, 2, 3)]
     before = [records.Trial(i, {}, lines, FINISHED) for i in range(4)]
     for past, score, expected in (
@@ -163,6 +159,7 @@ def test_a_grid_has_every_combination_once(tmp_path):
         "model.num_heads: {low: 3, high: 4, scale: int}\n",
     )
     options = tiny_options(tmp_path / "s", *words, "--search", "grid")
+    options, _ = open_sweep_data(options)
     storage = fake_sweep(tmp_path / "s", options, [])
     plan = SweepSearcher(storage, options, 3, pytest.fail, lambda: False)
     while plan.suggest(str(len(plan.missing))) != "FINISHED":
@@ -193,122 +190,14 @@ def test_a_grid_needs_lists(tmp_path):
         (space_of(tmp_path, many), "89,401 combinations, more than 10,000"),
     ):
         with pytest.raises(ConfigError, match=says):
-            tiny_options(tmp_path, *words, "--search", "grid")
-
-
-SCRIPT = "tests.tune.test_search:"
-
-
-def climber():
-    """A searcher of somebody else's: one higher than the best position of each key
-    that it was told of.
-    """
-    from ray.tune.search import Searcher
-
-    class Climber(Searcher):
-        told: ClassVar[list] = []
-
-        def set_search_properties(self, metric, mode, config, **spec):
-            self.best, self.drawn, self.asked = dict.fromkeys(config, 0), config, {}
-            return (metric, mode) == ("score", "max")
-
-        def suggest(self, trial_id):
-            if len(self.asked) == 3:
-                return Searcher.FINISHED
-            self.asked[trial_id] = {
-                key: min(self.best[key] + 1, self.drawn[key].upper - 1)
-                for key in self.drawn
-            }
-            return self.asked[trial_id]
-
-        def on_trial_result(self, trial_id, result):
-            self.told.append((trial_id, result["score"]))
-
-        def on_trial_complete(self, trial_id, result=None, error=False):
-            self.told.append((trial_id, error, result and result["score"]))
-            self.best = self.asked[trial_id]
-
-    return Climber()
-
-
-def own_space():
-    """A searcher that wants no space of ours."""
-    found = climber()
-    found.set_search_properties = lambda *_, **__: False
-    return found
-
-
-def nothing():
-    """No searcher."""
-
-
-def test_a_searcher_of_ray_tune_is_asked_and_told(tmp_path, capsys):
-    """Kills: values that are positions, a failed trial told as a good one, a score told
-    to nobody, trials of an earlier attempt that are dropped without a word.
-    """
-    from tune.search import SweepSearcher
-
-    words = space_of(
-        tmp_path,
-        "objective.epsilon: {choices: [0.1, 0.2, 0.4]}\n"
-        "model.num_heads: {low: 1, high: 8, scale: int}\n",
-    )
-    options = tiny_options(
-        tmp_path / "s", *words, "--search", f"{SCRIPT}climber", "--trials", "9"
-    )
-    first = {
-        "overrides": {"objective.epsilon": 0.1, "model.num_heads": 4},
-        "scores": [0.1] * 3,
-    }
-    storage, ended = (
-        fake_sweep(tmp_path / "s", options, [first | {"status": "finished"}] * 2),
-        [],
-    )
-    plan = SweepSearcher(storage, options, 3, ended.append, lambda: False)
-    assert (
-        "note: --search tests.tune.test_search:climber cannot be told"
-        in capsys.readouterr().out
-    )
-    told = plan._asked._searcher.told
-    told.clear()
-    assert plan.suggest("a") == {"index": 2}
-    plan.on_trial_result("a", {"score": 0.4})
-    epochs(storage, 2, 3)
-    plan.on_trial_complete("a", result={})
-    assert plan.suggest("b") == {"index": 3}
-    plan.on_trial_complete("b", error=True)
-    assert told == [("2", 0.4), ("2", False, 0.5), ("3", True, None)]
-    values = [trial.overrides for trial in records.read_trials(storage)][2:]
-    assert values == [
-        {"objective.epsilon": 0.2, "model.num_heads": 1},
-        {"objective.epsilon": 0.4, "model.num_heads": 2},
-    ]
-    assert plan.suggest("c") == {"index": 4} and plan.suggest("d") == "FINISHED"
-
-
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("gird", "must be random, grid, optuna, or package.module:factory"),
-        ("tests.nowhere:searcher", "cannot be imported"),
-        (f"{SCRIPT}nothing", "returns NoneType, not a ray"),
-        (f"{SCRIPT}own_space", "a space of its own"),
-        (f"{SCRIPT}space_of", "missing 2 required"),
-    ],
-)
-def test_what_is_no_searcher_is_one_line(tmp_path, name, says):
-    from tune.search import OtherSearcher
-
-    with pytest.raises(ConfigError, match=says):
-        options = tiny_options(tmp_path, "--search", name)
-        OtherSearcher(options.search, options.space, 0)
+            open_sweep_data(tiny_options(tmp_path, *words, "--search", "grid"))
 
 
 def test_optuna_is_told_what_happened_before(sweep):
     pytest.importorskip("optuna")
     options, storage = sweep
     plan, _, _ = plan_of(sweep, search="optuna")
-    study = plan._asked._searcher._ot_study
+    study = plan._optuna.study
     assert [(t.state.name, t.value) for t in study.trials[:2]] == [
         ("COMPLETE", 0.6),
         ("FAIL", None),
@@ -326,25 +215,17 @@ def test_optuna_is_told_what_happened_before(sweep):
     assert study.trials[-1].value == 0.5
 
 
-def rays_optuna():
-    """Ray's own class, with a seed."""
-    from ray.tune.search.optuna import OptunaSearch
-
-    return OptunaSearch(seed=0)
-
-
-@pytest.mark.parametrize("name", ["optuna", f"{SCRIPT}rays_optuna"])
-def test_a_searcher_learns(name):
+def test_optuna_learns():
     """Kills: scores with the other sign, or that nobody is told."""
     pytest.importorskip("optuna")
-    from tune.search import OtherSearcher
+    from tune.search import OptunaSampler
 
-    asked, found = OtherSearcher(name, UNO, 0), []
+    sampler, found = OptunaSampler(UNO, 0), []
     for index in range(60):
-        values = asked.values(index)
+        values = sampler.draw(index)
         found.append(values["objective.epsilon"])
         score = -abs(values["objective.epsilon"] - 0.2)
-        asked.tell(
+        sampler.tell(
             records.Trial(index, values, [{"epoch": 1, "score": score}], FINISHED)
         )
     assert sum(found[-20:]) > 1.3 * sum(found[:20])  # the middle of the domain is .05

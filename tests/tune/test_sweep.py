@@ -7,17 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from pipelines import cli
 from tests.pipelines.raylets import Command, head
-from tests.tune.log_files import wandb_run
 from tests.tune.tiny import TINY, fake_sweep, folds_of, tiny_data, tiny_options
 from tune import records
 from tune.driver import run_sweep
@@ -88,13 +85,6 @@ def until(condition, driver=None, seconds: float = 400) -> None:
         time.sleep(0.1)
 
 
-def until_free(ray) -> None:
-    until(
-        lambda: ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"],
-        seconds=60,
-    )
-
-
 def test_pretrainings_are_shared_and_failures_never_win(ray_cluster, tmp_path):
     """Five trials at once: one raises, one goes NaN, three share two pretrainings of
     each fold.
@@ -125,7 +115,7 @@ def test_pretrainings_are_shared_and_failures_never_win(ray_cluster, tmp_path):
     assert all(
         name.endswith((".json", ".jsonl")) for name in storage.list("trials/0000")
     )
-    assert {"best.yaml", "sweep.html", "sweep.parquet"} <= set(storage.list())
+    assert {"best.yaml", "sweep.html", "sweep.jsonl"} <= set(storage.list())
 
 
 @pytest.mark.release
@@ -157,7 +147,7 @@ def test_the_same_command_finishes_a_killed_and_a_stopped_sweep(
     """
     words = command_of(
         tmp_path / "s",
-        "--trials 3 --scheduler none --concurrent 1 --discover.epochs 60",
+        "--trials 3 --scheduler none --workers 1 --discover.epochs 60",
     )
     storage, null = Storage(str(tmp_path / "s")), subprocess.DEVNULL
     driver = subprocess.Popen(words, stdout=null, stderr=null, start_new_session=True)
@@ -193,46 +183,6 @@ def test_the_same_command_finishes_a_killed_and_a_stopped_sweep(
     assert storage.read("trials/0000/epochs.jsonl") == before
     assert pretrained.items() <= pretrainings(storage).items()
     assert not storage.exists(half)
-
-
-@pytest.mark.release
-def test_a_trial_outlives_its_process(ray_cluster, tmp_path):
-    """SIGKILL to the process of a streamed trial once it has an epoch: the same sweep
-    ends with the trial finished. (For one in memory: the loss of its node.) Kills: a
-    trial that is failed for good, one that begins anew.
-    """
-    words = (
-        "--scheduler",
-        "none",
-        "--discover.epochs",
-        "8",
-        "--data.loading",
-        "streaming",
-    )
-    options, storage = planned(tmp_path, [values()], *words)
-    killed = []
-
-    def kill() -> None:
-        until(lambda: storage.exists("trials/0000/epochs.jsonl"))
-        for folder in Path("/proc").iterdir():
-            with suppress(OSError):  # it ended meanwhile
-                if (
-                    folder.name.isdigit()
-                    and b"ray::ImplicitFunc" in (folder / "cmdline").read_bytes()
-                ):
-                    os.kill(int(folder.name), signal.SIGKILL)
-                    killed.append(storage.read("trials/0000/epochs.jsonl"))
-
-    killer = threading.Thread(target=kill)
-    killer.start()
-    assert run_sweep(options) == 0
-    killer.join()
-    (before,) = killed
-    assert [result["status"] for result in results(storage)] == ["finished"]
-    lines = storage.read("trials/0000/epochs.jsonl").splitlines()
-    assert [json.loads(line)["epoch"] for line in lines] == list(range(1, 9))
-    assert lines[: len(before.splitlines())] == before.splitlines()
-    until_free(ray_cluster)
 
 
 @pytest.mark.release
@@ -284,110 +234,19 @@ def test_a_sweep_uses_a_node_that_joins_and_outlives_its_loss(tmp_path):
 
 
 @pytest.mark.release
-def test_another_cluster_on_the_machine_does_not_confuse_a_sweep(ray_cluster, tmp_path):
-    """A sweep in a process of its own starts its own cluster beside the test lane's;
-    each trial is a Ray Train run. Kills: a trial that ends, or fails, and keeps its
-    CPUs, so that the third waits for ever; Ray's helper that finds the wrong cluster; a
-    failure that does not say why.
-    """
-    words = (
-        "--workers",
-        "1",
-        "--discover.epochs",
-        "1",
-        "--data.loading",
-        "streaming",
-        "--scheduler",
-        "none",
-    )
-    _, storage = planned(
-        tmp_path, [values(), values(1e-40), values(heads=3)], "--folds", "1", *words
-    )
-    own = ["--space", str(tmp_path / "space.yaml"), "--trials", "3", *words]
-    sweep, stale = (command_of(tmp_path / name, " ".join(own)) for name in ("s", "t"))
-    how = {"capture_output": True, "text": True}
-    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
-    with tempfile.TemporaryDirectory(
-        prefix="uno-", dir="/tmp", ignore_cleanup_errors=True
-    ) as folder:
-        ended = subprocess.run(
-            sweep, timeout=500, env=environment | {"RAY_TMPDIR": folder}, **how
-        )
-        logs = [path.read_text() for path in Path(folder).rglob("worker-*.err")]
-    assert ended.returncode == 0 and "2 trials, 1 failed" in ended.stdout, ended.stderr
-    found = results(storage)
-    assert [result["status"] for result in found] == ["finished", "failed", "finished"]
-    assert "finite" in found[1]["reason"]
-    assert any("PlacementGroupCleaner" in log for log in logs)
-    assert not any(
-        "PlacementGroupCleaner" in log and "Traceback" in log for log in logs
-    )
-    assert len(ray_cluster.nodes()) == 1
-    ended = subprocess.run(
-        stale, timeout=120, env=environment | {"RAY_ADDRESS": "127.0.0.1:1"}, **how
-    )
-    assert ended.returncode == 2
-    assert len(ended.stderr.strip().splitlines()) == 1
-
-
-@pytest.mark.release
-def test_a_sweep_by_somebody_elses_searcher(ray_cluster, tmp_path):
-    """And the median rule; it offers three trials. Kills: a searcher that is not told,
-    a sweep that waits for values which never come.
-    """
-    space = tmp_path / "space.yaml"
-    space.write_text("objective.epsilon: {choices: [0.025, 0.05, 0.1]}\n")
-    words = [
-        "--search",
-        "tests.tune.test_search:climber",
-        "--trials",
-        "6",
-        "--scheduler",
-        "median",
-        "--concurrent",
-        "1",
-    ]
-    options = tiny_options(
-        tmp_path / "s", "--space", str(space), "--folds", "1", *words
-    )
-    assert run_sweep(options) == 0
-    storage = Storage(str(tmp_path / "s"))
-    drawn = [
-        trial.overrides["objective.epsilon"] for trial in records.read_trials(storage)
-    ]
-    assert drawn == [0.05, 0.05, 0.1, 0.1]
-    assert {result["status"] for result in results(storage)} <= {"finished", "stopped"}
-
-
-@pytest.mark.release
-def test_a_sweep_by_optunas_searcher_of_ray_that_all_tools_read_back(
-    ray_cluster, tmp_path, monkeypatch
-):
-    """Kills: loggers that a sweep does not call."""
+def test_a_sweep_by_optuna_that_all_tools_read_back(ray_cluster, tmp_path, monkeypatch):
+    """Kills: loggers that a sweep does not call, values that Optuna draws twice."""
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    words = [
-        "--search",
-        "tests.tune.test_search:rays_optuna",
-        "--trials",
-        "4",
-        "--scheduler",
-        "none",
-        "--folds",
-        "1",
-        "--concurrent",
-        "1",
-        "--report-to",
-        "tensorboard,wandb,mlflow,jsonl",
-    ]
-    assert run_sweep(tiny_options(tmp_path / "s", *words)) == 0
+    words = "--search optuna --trials 4 --scheduler none --folds 1 --workers 1"
+    options = tiny_options(
+        tmp_path / "s", *words.split(), "--report-to", "tensorboard,mlflow,jsonl"
+    )
+    assert run_sweep(options) == 0
     storage = Storage(str(tmp_path / "s"))
     trials = records.read_trials(storage)
-    assert (
-        len({tuple(trial.overrides.values()) for trial in trials}) == len(trials) == 4
-    )
+    assert len({tuple(trial.overrides.values()) for trial in trials}) == 4
     client = mlflow.MlflowClient()
     runs = client.search_runs(
         [client.get_experiment_by_name("uno").experiment_id], "tags.group = 's'"
@@ -396,14 +255,4 @@ def test_a_sweep_by_optunas_searcher_of_ray_that_all_tools_read_back(
     assert sorted(run.data.metrics["tune/score"] for run in runs) == pytest.approx(
         scores
     )
-    assert sum(run.data.metrics["best"] for run in runs) == 1
-    for trial in trials:
-        run, lines, _ = wandb_run(
-            records.PartStorage(storage, records.trial_name(trial.index))
-        )
-        last = [float(line["tune/score"]) for line in lines if "tune/score" in line][-1]
-        assert run.run_group == "s" and last == pytest.approx(trial.epochs[-1]["score"])
-    assert (
-        len(storage.list("tensorboard")) == 4
-        and storage.read("sweep.jsonl").count(b"\n") >= 4
-    )
+    assert all(storage.exists(f"trials/{i:04d}/tensorboard/tune") for i in range(4))

@@ -126,21 +126,17 @@ def valid_text(name: str) -> str:
     return half.encode(errors="surrogateescape").decode(errors="backslashreplace")
 
 
-def parse_json(
-    data: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None
-) -> Any:
+def parse_json(data: str | bytes) -> Any:
     """Parse JSON from an origin that is not trusted.
 
     Args:
         data: The JSON text.
-        pairs: Makes the Python value of a JSON object from its keys and values; None
-            for dictionaries.
 
     Raises:
         ValueError: The text is not JSON, or is nested too deeply.
     """
     try:
-        return json.loads(data, object_pairs_hook=pairs)
+        return json.loads(data)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 

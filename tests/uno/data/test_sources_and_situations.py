@@ -25,7 +25,6 @@ import pytest
 from uno.config import DataConfig
 from uno.data.decode import decode_many
 from uno.data.embeddings import given_vectors
-from uno.data.images import row_names
 from uno.data.rows import Rows
 from uno.data.sources import read_rows
 from uno.errors import ConfigError
@@ -260,36 +259,6 @@ def lost_label(source: str, root: Path) -> dict[str, str]:
     return config
 
 
-def link_within(source: str, root: Path) -> dict[str, str]:
-    """Another name for an image that is in the source anyway."""
-    config = WRITERS[source](root, ROWS)
-    if source == "parquet":
-        write_images_of(root, ROWS)
-        os.symlink("a.png", root / "images" / "link.png")
-        table = {
-            "path": [*(f"images/{row.name}" for row in ROWS), "images/link.png"],
-            "label": [*LABELS, "cat"],
-        }
-        pq.write_table(pa.table(table), root / "t.parquet")
-    elif source in ("csv", "jsonl"):
-        os.symlink("a.png", root / "images" / "link.png")
-        WRITERS[source](root, ROWS)
-        rows = [*ROWS, Row("link.png", "cat")]
-        (root / "t.csv").write_text(csv_text(rows))
-        records = [{"path": f"images/{row.name}", "label": row.label} for row in rows]
-        (root / "t.jsonl").write_text("\n".join(map(json.dumps, records)))
-    elif source == "vectors":  # the source itself
-        os.symlink("t.npy", root / "link.npy")
-        os.symlink("t.csv", root / "link.csv")
-        return {"source": f"vectors:{root}/link.npy"}
-    else:
-        os.symlink(
-            "a.png",
-            root / ("known/cat" if source == "two folders" else "cat") / "link.png",
-        )
-    return config
-
-
 def link_out(source: str, root: Path) -> dict[str, str]:
     """An image of the source is a link to a file elsewhere."""
     elsewhere = root.parent / "elsewhere.png"
@@ -302,108 +271,6 @@ def link_out(source: str, root: Path) -> dict[str, str]:
     below = {"folder": "cat", "two folders": "known/cat"}.get(source, "images")
     (root / below / "a.png").unlink()
     os.symlink(elsewhere, root / below / "a.png")
-    return config
-
-
-def link_to_nothing(source: str, root: Path) -> dict[str, str]:
-    config = WRITERS[source](root, ROWS)
-    os.symlink(
-        "gone.png", root / ("new" if source == "two folders" else "") / "broken.png"
-    )
-    return config
-
-
-def another_encoding(source: str, root: Path) -> dict[str, str]:
-    """A name with ä as Windows wrote it before Unicode."""
-    rows = [*ROWS[:-1], Row("f.png", "Gehäuse"), ROWS[-1]]
-    if source == "tar":
-        return write_tar(
-            root,
-            ROWS,
-            [("f.png", content(ROWS[0], 9)), ("f.cls", "Gehäuse".encode("cp1252"))],
-        )
-    if source == "python":
-        return write_python(
-            root, rows, [*LABELS[:-1], "Gehäuse".encode("cp1252"), None]
-        )
-    config = WRITERS[source](root, ROWS if "folder" in source else rows)
-    if source in ("csv", "vectors"):
-        (root / "t.csv").write_text(csv_text(rows), "cp1252")
-    elif source == "jsonl":
-        records = [{"path": f"images/{row.name}", "label": row.label} for row in rows]
-        text = "\n".join(json.dumps(record, ensure_ascii=False) for record in records)
-        (root / "t.jsonl").write_text(text, "cp1252")
-    elif source == "parquet":
-        raw = pa.array([f"{row.label}".encode("cp1252") for row in rows])
-        labels = pa.Array.from_buffers(pa.string(), len(rows), raw.buffers())
-        table = {
-            "image": [content(row, n) for n, row in enumerate(rows)],
-            "label": labels,
-        }
-        pq.write_table(pa.table(table), root / "t.parquet")
-    else:
-        folder = root / ("known" if source == "two folders" else "")
-        os.mkdir(os.fsencode(folder) + "/Gehäuse".encode("cp1252"))
-        place = os.fsencode(folder) + "/Gehäuse/f.png".encode("cp1252")
-        with open(place, "wb") as file:
-            file.write(content(ROWS[0], 9))
-    return config
-
-
-def byte_order_mark(source: str, root: Path) -> dict[str, str]:
-    config = WRITERS[source](root, ROWS)
-    place = root / ("t.jsonl" if source == "jsonl" else "t.csv")
-    place.write_bytes(b"\xef\xbb\xbf" + place.read_bytes())
-    return config
-
-
-def semicolons(source: str, root: Path) -> dict[str, str]:
-    config = WRITERS[source](root, ROWS)
-    text = csv_text(ROWS, ";")
-    (root / "t.csv").write_text(
-        text.replace("path;", "id;", 1) if source == "vectors" else text
-    )
-    return config
-
-
-def partitions(source: str, root: Path) -> dict[str, str]:
-    """Two of the rows are for testing, as the source's folders or columns say."""
-    train, test = [*ROWS[1:3], ROWS[4]], [ROWS[0], ROWS[3]]
-    if source == "folder":
-        write_folder(root / "train", train[:2])
-        write_folder(root / "test", test)
-        write_file(root / "train" / "e.png", ROWS[4], 4)
-        return {"source": f"folder:{root}"}
-    if source == "two folders":
-        write_folder(root / "known" / "train", train[:2])
-        write_folder(root / "known" / "test", test)
-        write_file(root / "new" / "e.png", ROWS[4], 4)
-        return {"labeled": f"{root}/known", "unlabeled": f"{root}/new"}
-    if source == "tar":
-        write_tar(root / "train", train)
-        return write_tar(root / "test", test) | {"source": f"tar:{root}"}
-    if source == "parquet":
-        for split, rows in (("train", train), ("test", test)):
-            write_parquet(root / f"split={split}" / "more=1", rows)
-        return {"source": f"parquet:{root}"}
-    if source == "vectors":
-        for split, rows in (("train", train), ("test", test)):
-            write_python(root / f"split={split}", rows)
-        return {"source": f"vectors:{root}"}
-    config = WRITERS[source](root, ROWS)
-    if source == "csv":
-        lines = csv_text(ROWS).splitlines()
-        splits = ["split", "test", "train", "train", "test", ""]
-        (root / "t.csv").write_text(
-            "".join(f"{a},{b}\n" for a, b in zip(lines, splits, strict=True))
-        )
-    else:
-        splits = ["test", "train", "train", "test", None]
-        records = [
-            {"path": f"images/{row.name}", "label": row.label, "split": split}
-            for row, split in zip(ROWS, splits, strict=True)
-        ]
-        (root / "t.jsonl").write_text("\n".join(map(json.dumps, records)))
     return config
 
 
@@ -436,22 +303,10 @@ SITUATIONS = {
         numbers_as_labels,
         other_numbers,
         odd_names,
-        link_within,
         link_out,
-        link_to_nothing,
-        another_encoding,
-        byte_order_mark,
-        semicolons,
-        partitions,
         missing_values_of_pandas,
     )
 }
-FOLDERS, TEXTS, WITH_CSV = (
-    ("folder", "two folders"),
-    ("csv", "jsonl"),
-    ("csv", "vectors"),
-)
-NO_TEXT = NotApplicable("the source has no file of text")
 NO_FILES = NotApplicable("there are no image files, so that no link can stand for one")
 NO_TABLE = NotApplicable("pandas writes no such source")
 NAMES = NotApplicable("the labels are names of folders, which are text")
@@ -485,46 +340,10 @@ def outcomes(situation: str, source: str) -> tuple[Outcome, ...]:
             return (Refused([r"row \d|t.tar#\w", r"0\.5", r'df\["label"\]\.astype']),)
         case "odd_names", _:
             return (Right([row.label for row in ODD]),)  # type: ignore[misc]
-        case "link_within" | "link_out" | "link_to_nothing", "python":
-            return (NO_FILES,)
-        case "link_within", "vectors":
-            return (plain,)
-        case "link_within", "tar":
-            return (
-                NotApplicable(
-                    "a link in a shard is test_members_that_are_no_files_are_bad_rows"
-                ),
-            )
-        case "link_within", _:
-            return (Right([*LABELS, "cat"]),)
-        case "link_out" | "link_to_nothing", "vectors" | "tar":
+        case "link_out", "vectors" | "tar" | "python":
             return (NO_FILES,)
         case "link_out", _:
             return (Refused([r"a\.png", "--data."]),)
-        case "link_to_nothing", "folder" | "two folders":
-            return (Right([*LABELS, None], unreadable=1, named="broken"),)
-        case "link_to_nothing", _:
-            return (
-                NotApplicable("a row whose file is gone is the situation lost_label"),
-            )
-        case "another_encoding", "folder" | "two folders":
-            return (Right([*LABELS, r"Geh\xe4use"]),)
-        case "another_encoding", "csv" | "jsonl" | "vectors":
-            return (Refused([r"t\.\w+", "UTF-8"]),)
-        case "another_encoding", "parquet":
-            return (Refused([r"t\.parquet", "UTF8"]),)
-        case "another_encoding", "tar":
-            return (Refused([r"'f\.cls'", "UTF-8"]),)
-        case "another_encoding", "python":
-            return (Refused(["row 4", "name or a whole number|neither a name"]),)
-        case "semicolons", "jsonl":
-            return (NotApplicable("JSONL has no separator"),)
-        case "byte_order_mark" | "semicolons", _ if source not in (*TEXTS, *WITH_CSV):
-            return (NO_TEXT,)
-        case "partitions", "python":
-            return (NotApplicable("embeddings have no splits"),)
-        case "partitions", _:
-            return (Right(LABELS, test=2),)
         case "missing_values_of_pandas", "folder" | "two folders" | "tar":
             return (NO_TABLE,)
     return (plain,)
@@ -537,7 +356,7 @@ def is_right(rows: Rows, expected: Right) -> bool:
     vectors = rows.images.vectors(np.arange(len(rows)))
     reasons = decode_many(rows.images, 8)[1] if vectors is None else vectors[1]
     bad = rows.image_sample.reasons
-    names = row_names(rows.ids, rows.images, [*bad])
+    names = map(rows.name_of, bad)
     said = " ".join([*rows.warnings, *names, *bad.values()])
     return (
         Counter(rows.labels.to_pylist()) == Counter(expected.labels)
