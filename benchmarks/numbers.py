@@ -23,7 +23,7 @@ import argparse
 import csv
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,16 +31,18 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
+from scipy.optimize import minimize
 from torch import Tensor
 
 from benchmarks.tasks import draws, make_task, read_features
 from uno.clustering.kmeans import FREE
 from uno.clustering.num_classes import (
     CALIBRATION_FILE,
+    MIN_NOVEL,
     Model,
     NumClasses,
     find_signs,
-    fit_model,
 )
 
 NUM_DIRECTIONS = 448  # leading directions of the embeddings of a set
@@ -49,6 +51,7 @@ MIN_CLASSES = 20  # classes of a set with tasks of many classes
 MAX_KNOWN = 30  # of these tasks
 TARGET = 0.85  # share of the tasks of few classes that the intervals hold
 MARGIN = 0.01  # more than that share is asked of the tasks that choose the level
+RIDGE = 3.0  # penalty of the squared weights of standardized signs
 MAX_SIGNS = 60  # numbers of classes whose signs are written
 COLUMNS = (
     "set",
@@ -183,6 +186,42 @@ def fit_tasks(rows: list[dict[str, Any]]) -> Model:
     """Fit the model to the signs and the true numbers of tasks."""
     signs, truth = zip(*((row["signs"], row["num_novel"]) for row in rows), strict=True)
     return fit_model(signs, truth, TARGET)
+
+
+def fit_model(
+    signs: Sequence[NDArray[np.float64]], truth: Sequence[int], level: float
+) -> Model:
+    """Fit the model to tasks whose number of novel classes is known.
+
+    Each number from 2 to the true one is an example: the true number is one of "there
+    are no more classes", and the smaller ones are examples of "there are more". The
+    squared weights of standardized signs have a penalty of ``RIDGE``.
+
+    Args:
+        signs: The signs (K, S) of each task (T,).
+        truth: The true numbers (T,) of novel classes, at least 2.
+        level: The level of the model's intervals.
+    """
+    pairs = list(zip(signs, truth, strict=True))
+    design = np.concatenate([own[: number - MIN_NOVEL + 1] for own, number in pairs])
+    target = np.concatenate(
+        [
+            np.arange(MIN_NOVEL, number + 1)[: len(own)] == number
+            for own, number in pairs
+        ]
+    ).astype(float)
+    mean, scale = design.mean(axis=0), design.std(axis=0) + 1e-9
+    standard = np.column_stack([(design - mean) / scale, np.ones(len(design))])
+
+    def loss(weights: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
+        logits, free = standard @ weights, np.append(weights[:-1], 0.0)
+        value = np.logaddexp(0, logits).sum() - target @ logits
+        gradient = standard.T @ (1 / (1 + np.exp(-logits)) - target)
+        return value + RIDGE * (free @ free) / 2, gradient + RIDGE * free
+
+    found = minimize(loss, np.zeros(standard.shape[1]), jac=True).x
+    weights = found[:-1] / scale
+    return Model(weights.tolist(), float(found[-1] - weights @ mean), level)
 
 
 def left_out_models(rows: list[dict[str, Any]]) -> dict[str, Model]:

@@ -254,8 +254,8 @@ def discover(
 
     It is pretrained first, unless weights are given. The same command resumes an
     interrupted run. ``--explain`` only prints every value of the configuration and
-    where it comes from. ``--dry-run`` checks the data, takes one step of each phase,
-    and keeps nothing. If torchrun has started this process, rank 0 runs the command and
+    where it comes from. ``--dry-run`` checks the data, prints the plan of the run, and
+    keeps nothing. If torchrun has started this process, rank 0 runs the command and
     the other ranks follow it.
 
     Args:
@@ -293,7 +293,7 @@ def discover(
         print(*explain(options.config, config, *given, derived), sep="\n")
         return 0
     config = options.config if ranks is None else ranks.sized(options.config)
-    run = pipeline.try_phases if own.dry_run else pipeline.discover
+    run = pipeline.plan_run if own.dry_run else pipeline.discover
     run(config, options.overrides, own.overwrite, last, backend=ranks)
     return 0
 

@@ -33,7 +33,6 @@ from uno.config import Config
 from uno.data.decode import Decoding, decode_many, ok_mask
 from uno.data.files import Storage
 from uno.data.images import Images, InMemory, from_columns, to_columns
-from uno.data.rows import Rows
 from uno.encoders.runtimes import Precision, Runtime, runtime_precision
 from uno.errors import Interrupted
 from uno.model import features_of
@@ -275,7 +274,7 @@ def predict_on_ray(
         decode_part, reader=None if reader is None else ray.put(reader), how=how
     )
     parts = map(writer.rows_of, writer.missing)
-    blocks = (make_block(writer.data, np.array(part)) for part in parts)
+    blocks = (make_block(writer, np.array(part)) for part in parts)
     vectors = config.model.takes_vectors
     precision = None if vectors else runtime_precision(config, torch.device("cpu"))
     loaded = ray.put(dict(files)), writer.embedding, precision
@@ -378,20 +377,26 @@ def encode_batch(
     return features, reasons
 
 
-def make_block(data: Rows, rows: np.ndarray) -> pa.Table:
+def make_block(writer: PredictionWriter, rows: np.ndarray) -> pa.Table:
     """Return the images of a partition of rows as the table that is sent to a task.
 
     Args:
-        data: All rows that are predicted.
+        writer: Has all rows that are predicted.
         rows: The numbers of the rows of the partition, int64 (n,).
 
     Returns:
-        A table with a row for each image: ``row``, its row number; ``id``; and either
-        ``number``, under which a reader finds the image, or ``image`` and ``shape``,
-        the image itself, see :func:`~uno.data.images.to_columns`.
+        A table with a row for each image: ``row``, its row number; ``id``; ``label``;
+        and either ``number``, under which a reader finds the image, or ``image`` and
+        ``shape``, the image itself, see :func:`~uno.data.images.to_columns`.
     """
+    names = writer.names_of(rows)
     return pa.table(
-        {"row": rows, "id": data.ids_of(rows), **to_columns(data.images, rows)}
+        {
+            "row": rows,
+            "id": names["id"],
+            "label": names["label"],
+            **to_columns(writer.data.images, rows),
+        }
     )
 
 
@@ -406,9 +411,9 @@ def decode_part(block: pa.Table, reader: Any, how: InputSpec) -> Iterator[pa.Tab
             images to decode at once.
 
     Yields:
-        Tables of chunks of rows, with the columns ``row``, ``id``, ``uri`` (the path of
-        the image, or null), ``reason`` (why the image cannot be read, or null) and
-        ``pixels`` (bytes).
+        Tables of chunks of rows, with the columns ``row``, ``id``, ``label``, ``uri``
+        (the path of the image, or null), ``reason`` (why the image cannot be read, or
+        null) and ``pixels`` (bytes).
     """
     import ray
 
@@ -418,8 +423,8 @@ def decode_part(block: pa.Table, reader: Any, how: InputSpec) -> Iterator[pa.Tab
         images = InMemory(from_columns(block, None))
     else:
         images = ray.get(reader).take(block["number"].to_numpy())
-    ids, first = block["id"].combine_chunks(), block["row"][0].as_py()
-    for chunk in split_chunks(ids, images, first, how):
+    names, first = block.select(["id", "label"]), block["row"][0].as_py()
+    for chunk in split_chunks(names, images, first, how):
         facts, pixels = decode_chunk(chunk, how, 1)
         yield facts.append_column("pixels", pixel_column(pixels.flatten(1).numpy()))
 

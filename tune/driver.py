@@ -18,17 +18,15 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 import yaml
-from torch import Tensor
 
 from pipelines import ray_env
 from pipelines.features import compute_on_ray
 from pipelines.options import Options
 from pipelines.tasks import run_tasks, wait_for_task
 from tune import AGREEMENT, FOLDS, SCORES, records, report, spaces
-from tune.records import FAILED, FEATURES_FILE, FINISHED, SETTINGS, PartStorage, Trial
-from tune.score import FoldRows, Source, SweepData, Unread, make_folds, sweep_data
+from tune.records import FAILED, FINISHED, SETTINGS, PartStorage, Trial
+from tune.score import FoldRows, SweepData, Unread, make_folds, sweep_data
 from tune.trial import (
     Sweep,
     SweepOptions,
@@ -46,7 +44,7 @@ from uno.config import (
 )
 from uno.data import output
 from uno.data.decode import ok_mask
-from uno.data.files import Storage, reserve_space, split, wrap_errors
+from uno.data.files import Storage, split
 from uno.data.sampling import largest_batch
 from uno.data.splits import Task
 from uno.encoders.build import code_of
@@ -162,11 +160,11 @@ def run_sweep(options: SweepOptions) -> int:
     storage = Storage(config.output)
     with lock.lock_run(storage, on_wait=print_line) as claim:
         output.delete_temporary_files(claim.storage)
-        output.holds_output(claim.storage, SETTINGS, "sweep", (FEATURES_FILE,))
+        output.holds_output(claim.storage, SETTINGS, "sweep")
         with interrupt_on_signal(
             "stopped before a trial began; the same command starts again"
         ):
-            data = load_data(options, task, own_weights, claim.storage)
+            data = load_data(options, task, own_weights)
         folds = make_folds(
             data, options.score, options.folds, config.seed, options.hide
         )
@@ -201,7 +199,6 @@ def run_sweep(options: SweepOptions) -> int:
                 f"{storage.uri}: all {len(ended)} trials have a result; nothing is run"
                 " again"
             )
-        claim.storage.delete(FEATURES_FILE)
         summary = report.write(claim.storage)
         _tell_loggers(options.config, claim, summary)
     if summary.best is None:
@@ -281,14 +278,12 @@ def _tell_loggers(config: Config, claim: RunLock, summary: report.Summary) -> No
 
 
 def load_data(
-    options: SweepOptions, task: Task, own_weights: bytes | None, storage: Storage
+    options: SweepOptions, task: Task, own_weights: bytes | None
 ) -> SweepData:
     """Read or encode the data that all trials share.
 
     With ``data.loading`` other than ``streaming``, images are decoded into memory, or
-    encoded by a frozen encoder. With ``streaming``, each trial reads the images itself;
-    but the features of a frozen encoder are computed here, and are written to a file
-    that trials map.
+    encoded by a frozen encoder. With ``streaming``, each trial reads the images itself.
 
     Args:
         options: The options of the sweep.
@@ -296,27 +291,18 @@ def load_data(
         own_weights: The pretrained weights of the encoder as a safetensors file, from
             :func:`~uno.session.prepare.starting_weights`; None if it starts without
             such weights.
-        storage: The directory of the sweep, for the file of features.
 
     Returns:
-        The pixels or features in memory, the path of the file of features, or the
-        images that trials read; with the labels that trials may see.
+        The pixels or features in memory, or the images that trials read; with the
+        labels that trials may see.
 
     Raises:
-        ConfigError: The features are in a file, and the directory of the sweep is not
-            on a file system; or too many images cannot be read.
+        ConfigError: Too many images cannot be read.
     """
-    streams, rows = options.config.data.loading == "streaming", task.rows
-    if streams and options.config.model.finetune != "none":
-        return sweep_data(
-            task, Unread(rows.images, rows.ids), np.ones(len(rows), bool), options.score
-        )
-    path = storage.path(FEATURES_FILE)
-    if streams and not storage.is_local:
-        raise ConfigError(
-            f"--output {storage.uri}: features larger than memory need a directory"
-            " to map"
-        )
+    rows = task.rows
+    if options.config.data.loading == "streaming":
+        unread = Unread(rows.images, rows.ids)
+        return sweep_data(task, unread, np.ones(len(rows), bool), options.score)
     with (
         tempfile.TemporaryDirectory(prefix="uno-tune-") as folder,
         Progress() as show,
@@ -326,15 +312,11 @@ def load_data(
         if own_weights is not None:
             own.write(PRETRAINED_FILE, own_weights)
         if config.model.finetune == "none":
-            zeros = partial(mapped_zeros, path) if streams else torch.zeros
-            found, reasons = load_features(
-                config, task, own, show, compute=compute, zeros=zeros
-            )
+            found, reasons = load_features(config, task, own, show, compute=compute)
         else:
             found, reasons = load_images(config, task, own, show)
     leave_out_unreadable(reasons, config, task)
-    images: Source = path if streams else found.numpy()
-    return sweep_data(task, images, ok_mask(reasons), options.score)
+    return sweep_data(task, found.numpy(), ok_mask(reasons), options.score)
 
 
 @contextmanager
@@ -365,26 +347,6 @@ def _encoding_place(options: SweepOptions) -> Iterator[tuple[Config, Compute]]:
             "compute.device": options.config.compute.device,
         }
         yield override(config, there), partial(compute_on_ray, ray)
-
-
-def mapped_zeros(path: str, shape: tuple[int, ...]) -> Tensor:
-    """Create a ``.npy`` file of float32 zeros, and return it as a memory-mapped tensor.
-
-    The tensor takes no memory of this process. The space is reserved on the disk,
-    because a write through the map to a full disk would end the process.
-
-    Args:
-        path: The path of the file.
-        shape: The shape of the tensor.
-
-    Raises:
-        StorageError: The disk has no space for the file.
-    """
-    with wrap_errors(StorageError, f"write {path}"):
-        values = np.lib.format.open_memmap(path, "w+", np.float32, shape)
-        with open(path, "r+b") as file:
-            reserve_space(file, os.path.getsize(path))
-    return torch.from_numpy(values)
 
 
 def check_options(options: SweepOptions) -> None:
@@ -493,7 +455,7 @@ def open_sweep(
     if code := code_of(options.config.model.encoder):
         settings["encoder_code"] = code["code"]
     text = yaml.safe_dump(settings, sort_keys=False, default_flow_style=None, width=110)
-    if not output.holds_output(storage, SETTINGS, "sweep", (FEATURES_FILE,)):
+    if not output.holds_output(storage, SETTINGS, "sweep"):
         return storage.write(SETTINGS, text.encode())
     old, new = records.read_settings(storage), yaml.safe_load(text)
     different = [

@@ -4,8 +4,6 @@ Only this module knows the layout of the directory of a sweep::
 
     sweep.yaml                   what is searched and how: the same command continues
                                  only a sweep that matches
-    features.npy                 features larger than memory, which trials map; deleted
-                                 at the end
     trials/0007/trial.json       the searched values of a trial
     trials/0007/epochs.jsonl     one line an epoch, written by the trial
     trials/0007/failure.json     why it failed, written by the trial if it still could
@@ -31,7 +29,6 @@ from uno.runs.journal import read_journal
 from uno.runs.lock import ClaimedStorage
 
 SETTINGS = "sweep.yaml"
-FEATURES_FILE = "features.npy"
 FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
 
 

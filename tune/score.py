@@ -62,12 +62,11 @@ class Unread(NamedTuple):
     ids: pa.LargeStringArray
 
 
-Source = np.ndarray | str | Unread
+Source = np.ndarray | Unread
 """The images of N rows, or what replaces them.
 
 An array holds pixels, uint8 (N,3,S,S), or features of a frozen encoder, float32
-(N,1+V,D). A string is the path of a ``.npy`` file with such features. :class:`Unread`
-holds images that are read when they are needed.
+(N,1+V,D). :class:`Unread` holds images that are read when they are needed.
 """
 
 
@@ -99,8 +98,8 @@ def sweep_data(task: Task, images: Source, ok: np.ndarray, score: str) -> SweepD
     Args:
         task: The N rows of the sweep, labeled and unlabeled, with the true classes that
             are known.
-        images: The images of these N rows: an array of pixels or features, the path of
-            a file of features, or images that are read later, see :data:`Source`.
+        images: The images of these N rows: an array of pixels or features, or images
+            that are read later, see :data:`Source`.
         ok: bool (N,), whether a row can be read. Other rows are left out.
         score: The name of the score by which trials are compared, see
             :data:`tune.SCORES`. Only ``oracle``, which measures accuracy by the true
@@ -286,9 +285,8 @@ def open_folds(
     process when they are needed.
 
     Args:
-        source: The images of all rows of the sweep: an array of pixels or features, the
-            path of a file of features, or images that are read later, see
-            :data:`Source`.
+        source: The images of all rows of the sweep: an array of pixels or features, or
+            images that are read later, see :data:`Source`.
         folds: The problems as row numbers.
         config: The configuration of the trial.
         storage: The directory of the trial, in which images are listed that prove
@@ -311,10 +309,8 @@ def open_folds(
             )
             for name, train, (rows, truth, novel), hidden in folds
         ]
-    values = shared_tensor(
-        np.load(source, mmap_mode="r") if isinstance(source, str) else source
-    )
-    blocks = RowBlocks([values], stays_on_host=isinstance(source, str))
+    values = shared_tensor(source)
+    blocks = RowBlocks([values])
     # For features this is the evaluation view.
     seen = RowBlocks([values if values.ndim == 4 else values[:, 0]])
     return [

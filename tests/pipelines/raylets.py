@@ -112,15 +112,12 @@ class Raylets:
             f"--node-ip-address={self.host}",
             "--port=6391",
             "--num-gpus=0",
+            # another cluster of this machine may have the usual port
+            f"--dashboard-port={DASHBOARD}",
+            f"--dashboard-agent-listen-port={AGENT}",
+            f"--include-dashboard={str(takes_jobs).lower()}",
         ]
-        dashboard = (
-            [f"--dashboard-port={DASHBOARD}"]
-            if takes_jobs
-            else ["--include-dashboard=false"]
-        )
-        self._spawn(
-            [*place, *dashboard, f"--dashboard-agent-listen-port={AGENT}"], cpus
-        )
+        self._spawn(place, cpus)
         wait_for(lambda: socket.socket().connect_ex((self.host, 6391)) == 0)
         self.env["RAY_ADDRESS"] = self.address
 

@@ -26,7 +26,6 @@ from pipelines.cells import (
     run_local,
     run_on_ray,
 )
-from pipelines.commands import DISCOVER
 from pipelines.options import parse
 from tests.forked import forked
 from tests.pipelines.small import SMALL, wait_for, write_images
@@ -514,37 +513,6 @@ def test_a_cell_finds_the_features_of_its_job(frozen_request, monkeypatch):
         counts.append(len(computed))
     assert counts[0] > 0 and counts == counts[:1] * 3
     assert json.loads((request.output / cell.name / "metrics.json").read_text())
-
-
-def test_a_full_scale_cell_is_run_with_what_its_methods_authors_set(
-    tmp_path, monkeypatch
-):
-    """RS weighs consistency 50 on CIFAR100, also in the process that reads the cell's
-    file. Kills: constants that get lost on the way.
-    """
-    monkeypatch.setattr(tables, "_check_data", lambda configs: None)
-    words = [
-        "sota",
-        "--scale",
-        "full",
-        "--datasets",
-        "cifar10",
-        "cifar100-20",
-        "--seeds",
-        "1",
-        "--dry-run",
-    ]
-    words += ["--cifar10", "/a", "--cifar100", "/b", "--output", str(tmp_path)]
-    weights = {}
-    for job in tables.plan(request(words)):
-        (tmp_path / "cell.yaml").write_text(dump_yaml(job.config))
-        found = parse(
-            ["--config", str(tmp_path / "cell.yaml")], DISCOVER
-        ).config.method_options
-        assert found == job.config.method_options
-        weights[job.label] = getattr(found, "consistency_weight", None)
-    assert weights["cifar100-20 rs seed 0"] == 50.0
-    assert weights["cifar10 rs seed 0"] == 5.0
 
 
 def test_a_directory_is_of_one_configuration_and_numerics(request_of, monkeypatch):

@@ -15,7 +15,6 @@ from uno.clustering.frozen import (
     fit_whitening,
     measure_agreement,
     merge_clusters,
-    size_variation,
 )
 from uno.clustering.kmeans import FREE
 from uno.clustering.neighbors import (
@@ -86,13 +85,6 @@ def test_as_many_novel_classes_as_asked_for(gcd, num_known, num_novel, sizes):
     torch.testing.assert_close(lengths, torch.ones_like(lengths))
 
 
-def test_the_same_seed_finds_the_same():
-    points, truth = features()
-    once, again = (solve(points, truth, 6, 4, True, seed=3)[0] for _ in "ab")
-    assert torch.equal(once.prototypes, again.prototypes)
-    assert torch.equal(once.agreement, again.agreement)
-
-
 def test_large_classes_are_not_divided_where_sizes_differ():
     """Two classes of 300 rows beside three of 12: k-means divides the large ones."""
     sizes = [200, 20, 30, 150, 300, 12, 300, 12, 12]
@@ -103,40 +95,6 @@ def test_large_classes_are_not_divided_where_sizes_differ():
     clustering = Clustering.of(unit, torch.full((len(unit),), FREE), 5, False)
     plain = accuracy(novel, clustering.partition(KMEANS, 5, 10, 0))
     assert merged > 0.95 and merged > plain
-
-
-def test_size_variation_is_that_of_known_classes():
-    labels = torch.tensor([0] * 10 + [1] * 30 + [FREE] * 50)
-    assert size_variation(labels) == pytest.approx(0.5)
-    assert size_variation(torch.tensor([0, 0, 1, 1, FREE])) == 0
-
-
-def test_merges_join_the_parts_of_a_class():
-    """Ten clusters of five blobs: the halves of each blob merge before anything
-    else.
-    """
-    generator = torch.Generator().manual_seed(0)
-    centers = normalize(torch.randn(5, 12, generator=generator), dim=1)
-    blob = torch.arange(5).repeat_interleave(40)
-    points = normalize(
-        centers[blob] + 0.05 * torch.randn(200, 12, generator=generator), dim=1
-    )
-    part = blob * 2 + torch.randint(0, 2, (200,), generator=generator)
-    given = (
-        count_links(find_neighbors(points), part, 10),
-        part.bincount(minlength=10),
-        torch.zeros(10, 10),
-        0,
-    )
-    five = merge_clusters(*given, num_merges=5)
-    assert torch.equal(five[part], five[2 * blob]) and five.unique().tolist() == [
-        0,
-        1,
-        2,
-        3,
-        4,
-    ]
-    assert merge_clusters(*given, num_merges=8).unique().tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("num_known", [0, 6])
@@ -160,13 +118,6 @@ def test_each_merge_is_the_best_of_all_pairs(num_known):
         expected[expected == second] = first
         found = merge_clusters(*counts(clusters), zeros, num_known, num_merges)
         assert torch.equal(found[clusters], expected.unique(return_inverse=True)[1])
-
-
-def test_known_clusters_never_merge_and_take_in_novel_ones():
-    links = torch.full((4, 4), 10)
-    sizes = torch.tensor([20, 20, 20, 20])
-    left = merge_clusters(links, sizes, torch.zeros(4, 4), num_known=2, num_merges=1)
-    assert left[:2].tolist() == [0, 1] and left.unique().tolist() == [0, 1, 2]
 
 
 def test_empty_clusters_are_merged_first_and_known_ones_without_rows_take_nothing():

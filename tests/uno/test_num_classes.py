@@ -5,13 +5,12 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
+from benchmarks.numbers import fit_model
 from uno.clustering.kmeans import FREE
 from uno.clustering.num_classes import (
     Model,
-    calibration,
     estimate_num_classes,
     find_signs,
-    fit_model,
     hidden_classes,
     rows_to_count,
     shortest_interval,
@@ -151,8 +150,3 @@ def test_a_model_that_was_fitted_finds_numbers_again():
     assert np.mean(inside) > 0.88
     exact = [e.num_novel == t for e, t in zip(found, truth, strict=True)]
     assert np.mean(exact) > 0.9
-
-
-def test_the_calibration_names_its_source():
-    assert "benchmarks.numbers" in calibration()["source"]
-    assert len(calibration()["sets"]) >= 3

@@ -85,17 +85,6 @@ def test_a_novel_pile_has_novel_clusters_alone():
     assert torch.equal((unit @ start.centers.T).argmax(dim=1), start.assignment)
 
 
-def test_a_seed_says_it_all_and_permuted_rows_change_nothing():
-    """Kills: global randomness; clusters by the position of rows."""
-    points, truth, labeled = blobs(noise=0.6)
-    given = points[labeled], truth[labeled], 4, "gcd", 3
-    first = cluster_features(points[~labeled], *given)
-    torch.manual_seed(5)
-    np.random.seed(5)
-    second = cluster_features(points[~labeled], *given)
-    assert all(map(torch.equal, first, second))
-
-
 def test_a_start_from_the_free_rows_beats_centers_drawn_one_by_one():
     """The sum of squares, which both minimize. Kills: known clusters that keep the
     center of their rivals.
@@ -153,7 +142,7 @@ def test_features_of_streamed_rows_are_those_of_resident_ones(tmp_path, monkeypa
         torch.testing.assert_close(streaming, resident, atol=1e-5, rtol=1e-5)
 
 
-def test_sorted_classes_are_all_looked_at(tmp_path, monkeypatch, caplog):
+def test_sorted_classes_are_all_looked_at(tmp_path, monkeypatch):
     """800 streamed digits in row groups of 40. Kills: a few classes of many, because a
     row group has one.
     """
@@ -174,10 +163,7 @@ def test_sorted_classes_are_all_looked_at(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("uno.clustering.initialization.MAX_ROWS", 20)
     train = streaming_set(config, task, Storage(str(tmp_path / "run")))
     found = training_features(config, build_network(config, 5, 0, 0).eval(), train)
-    assert (
-        min(found.labels.bincount(minlength=5).tolist()) >= 3
-        and "sorted by class" in caplog.text
-    )
+    assert min(found.labels.bincount(minlength=5).tolist()) >= 3
 
 
 def test_a_prior_only_where_the_run_asks_for_one(tmp_path):

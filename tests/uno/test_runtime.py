@@ -2,7 +2,6 @@
 
 import ctypes
 import logging
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -138,22 +137,6 @@ def test_all_batches_have_one_size(monkeypatch):
     images = images_of(5, 12)
     torch.testing.assert_close(fast(images), encoder(images), rtol=1e-5, atol=1e-6)
     assert not seen
-
-
-def test_the_number_of_threads_stays(monkeypatch):
-    """In this thread and in those that begin later; its own threads have one each."""
-    inside = list[int]()
-
-    def count(features):
-        inside.append(torch.get_num_threads())
-        return features
-
-    install_fake(monkeypatch, count)
-    torch.set_num_threads(3)
-    Runtime(encoder_of(), "fp32", threads=2)(images_of(20))
-    with ThreadPoolExecutor(1) as later:
-        assert later.submit(torch.get_num_threads).result() == 3
-    assert torch.get_num_threads() == 3 and {*inside} == {1}
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from scipy.optimize import linear_sum_assignment, minimize
+from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from uno.clustering.frozen import (
@@ -67,7 +67,6 @@ MIN_ROWS = 20  # unlabeled rows that are left at least
 NUM_HEIGHTS = 3  # mixings between two merges at which hidden classes are compared
 FLOOR, CEILING = 0.01, 3.0  # mixings below and above count as these
 PRIORITY = 1e3  # above every mixing, for clusters that merge first
-RIDGE = 3.0  # penalty of the squared weights of standardized signs
 # logarithm of a mixing between that of parts of one class and that of classes, where
 # hidden classes show none: about the mean of the tasks of benchmarks/numbers.py
 TYPICAL_REFERENCE = -2.2
@@ -459,42 +458,6 @@ def shortest_interval(
     ]
     length, _, start = min(found)
     return MIN_NOVEL + start, MIN_NOVEL + start + length - 1
-
-
-def fit_model(
-    signs: Sequence[NDArray[np.float64]], truth: Sequence[int], level: float
-) -> Model:
-    """Fit the model to tasks whose number of novel classes is known.
-
-    Each number from 2 to the true one is an example: the true number is one of "there
-    are no more classes", and the smaller ones are examples of "there are more". The
-    squared weights of standardized signs have a penalty of ``RIDGE``.
-
-    Args:
-        signs: The signs (K, S) of each task (T,).
-        truth: The true numbers (T,) of novel classes, at least 2.
-        level: The level of the model's intervals.
-    """
-    pairs = list(zip(signs, truth, strict=True))
-    design = np.concatenate([own[: number - MIN_NOVEL + 1] for own, number in pairs])
-    target = np.concatenate(
-        [
-            np.arange(MIN_NOVEL, number + 1)[: len(own)] == number
-            for own, number in pairs
-        ]
-    ).astype(float)
-    mean, scale = design.mean(axis=0), design.std(axis=0) + 1e-9
-    standard = np.column_stack([(design - mean) / scale, np.ones(len(design))])
-
-    def loss(weights: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
-        logits, free = standard @ weights, np.append(weights[:-1], 0.0)
-        value = np.logaddexp(0, logits).sum() - target @ logits
-        gradient = standard.T @ (1 / (1 + np.exp(-logits)) - target)
-        return value + RIDGE * (free @ free) / 2, gradient + RIDGE * free
-
-    found = minimize(loss, np.zeros(standard.shape[1]), jac=True).x
-    weights = found[:-1] / scale
-    return Model(weights.tolist(), float(found[-1] - weights @ mean), level)
 
 
 @cache

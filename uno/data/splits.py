@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+import pyarrow as pa
 import torch
 from torch import Tensor
 
@@ -63,6 +64,12 @@ class Task:
     def num_known(self) -> int:
         """C_l, the number of known classes."""
         return len(self.known)
+
+    @property
+    def label_names(self) -> pa.Array:
+        """The label of each row that training may see, strings (N,), or null."""
+        index = pa.array(self.labels, mask=self.labels < 0)
+        return pa.array(self.known, pa.string()).take(index)
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -158,17 +165,15 @@ def make_task(rows: Rows, config: DataConfig) -> Task:
         if not chosen:
             raise ConfigError(_describe_no_label(rows, "training image"))
         if not in_training.null_count:
-            fix = (
-                "--known-classes first:N to hide the other labels (benchmark), or add"
-                " unlabeled images"
-            )
-            empty = "".join(
-                f"; class {name!r}: leave a label that is missing empty"
-                for name in missing_labels(chosen)
-            )
+            what = f"{source}: every training image is labeled: nothing to discover"
+            if placeholders := missing_labels(chosen):
+                raise ConfigError(
+                    f"{what}; class {placeholders[0]!r} seems to stand for a missing"
+                    " label: leave such labels empty"
+                )
             raise ConfigError(
-                f"{source}: every training image is labeled: nothing to discover; pass"
-                f" {fix}{empty}"
+                f"{what}; add unlabeled images, or pass --known-classes first:N to"
+                " hide the other labels (benchmark)"
             )
         novel = [
             name
@@ -224,6 +229,9 @@ MISSING = {
     "none",
     "null",
     "<na>",
+    "unannotated",
+    "unassigned",
+    "unclassified",
     "unknown",
     "unlabeled",
     "unlabelled",

@@ -23,7 +23,7 @@ from uno.data.files import Storage
 from uno.data.h5ad import format_h5ad
 from uno.data.label_files import LOCAL_FILE, match_images
 from uno.errors import ConfigError, StorageError, one_line
-from uno.results.folders import write_csv
+from uno.results.folders import CSV_FILE, write_csv
 from uno.results.predictions import COLUMNS, read_batches, read_columns, read_identity
 
 FACTS = ("id", "uri", "class_name", "kind", "probability")
@@ -301,3 +301,19 @@ TABLES: dict[str, Callable[[Storage, Storage], str]] = {
     "h5ad": write_cells,
 }
 """Write all predictions of the first directory to a file of the second."""
+
+
+def update_tables(storage: Storage) -> list[str]:
+    """Write the tables of a run's predictions again that are in its directory.
+
+    Args:
+        storage: The run, whose predictions have changed.
+
+    Returns:
+        The names of the files, such as "predictions.csv".
+    """
+    names = {"csv": CSV_FILE, "h5ad": CELLS_FILE}
+    present = [format for format in TABLES if storage.exists(names[format])]
+    for format in present:
+        TABLES[format](storage, storage)
+    return [names[format] for format in present]

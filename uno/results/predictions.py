@@ -42,7 +42,7 @@ FOLDER = "predictions"
 PART = f"{FOLDER}/part-{{:06d}}.parquet"
 # what the predictions are made from; readers of Parquet ignore names that begin with _
 MARK = f"{FOLDER}/_made_from.json"
-FORMAT = 2
+FORMAT = 3
 BATCH_ROWS = 2**13  # rows that are read at a time
 NUM_PARTITIONS = 256  # least number of partitions of a source with enough rows
 # rows of a partition; batches, which are powers of two, divide it
@@ -53,6 +53,7 @@ METADATA = b"uno"  # key of the identity in the metadata of a file
 COLUMNS = {
     "id": pa.string(),
     "uri": pa.string(),  # path of the image; null if it is inside a table
+    "label": pa.string(),  # the label with which the run was trained, or null
     "class_index": pa.int32(),  # null if the status is bad, like all results
     "class_name": pa.string(),
     "kind": pa.string(),  # known, novel, or rejected (of a dropped class)
@@ -142,12 +143,13 @@ class Chunk(NamedTuple):
 
     Attributes:
         first: The number of the first row among all rows to predict.
-        ids: The ids of the rows.
+        names: A table with the id and the label of each row, see
+            :meth:`PredictionWriter.names_of`.
         images: The images of the rows, not decoded yet.
     """
 
     first: int
-    ids: pa.Array
+    names: pa.Table
     images: Images
 
 
@@ -176,7 +178,7 @@ def predict_rows(
         chunk
         for rows in parts
         for chunk in split_chunks(
-            data.ids_of(rows), data.images.take(rows), int(rows[0]), how
+            writer.names_of(rows), data.images.take(rows), int(rows[0]), how
         )
     )
     decode = partial(decode_chunk, how=how, threads=threads or available_cpus())
@@ -188,12 +190,12 @@ def predict_rows(
 
 
 def split_chunks(
-    ids: pa.Array, images: Images, first: int, how: InputSpec
+    names: pa.Table, images: Images, first: int, how: InputSpec
 ) -> Iterator[Chunk]:
     """Divide the rows of a partition into chunks, whose images are decoded at once.
 
     Args:
-        ids: The ids of the n rows of the partition.
+        names: A table with the id and the label of the n rows of the partition.
         images: The images of these rows.
         first: The number of the partition's first row among all rows.
         how: The form in which the model takes images.
@@ -203,7 +205,7 @@ def split_chunks(
     """
     start = 0
     for some in images.split(how.chunk_rows):
-        yield Chunk(first + start, ids.slice(start, len(some)), some)
+        yield Chunk(first + start, names.slice(start, len(some)), some)
         start += len(some)
 
 
@@ -218,12 +220,12 @@ def decode_chunk(
         threads: The number of threads, by default one for each core.
 
     Returns:
-        A table with the columns row (its number), id, uri and reason (why the image
-        could not be read, or null), and the pixels uint8 (n, 3, S, S). If a run has
-        just computed the features of its frozen encoder, they stand in the place of the
-        pixels, (n, D).
+        A table with the columns row (its number), id, label, uri and reason (why the
+        image could not be read, or null), and the pixels uint8 (n, 3, S, S). If a run
+        has just computed the features of its frozen encoder, they stand in the place of
+        the pixels, (n, D).
     """
-    rows = np.arange(len(chunk.ids))
+    rows = np.arange(len(chunk.names))
     ready = chunk.images.prepared(rows)
     if ready is not None:
         (pixels, reasons), places = ready, chunk.images.paths(rows)
@@ -231,12 +233,14 @@ def decode_chunk(
         found = chunk.images.read_images(rows)
         pixels, reasons = decode_many(found, how.size, threads, how.decoding)
         places = [path_of(image) for image in found]
-    text = {
-        "id": chunk.ids,
+    facts = {
+        "row": chunk.first + rows,
+        "id": chunk.names["id"],
+        "label": chunk.names["label"],
         "uri": pa.array(places, pa.string()),
         "reason": pa.array(reasons, pa.string()),
     }
-    return pa.table({"row": chunk.first + rows, **text}), pixels
+    return pa.table(facts), pixels
 
 
 def classify(
@@ -355,6 +359,8 @@ class PredictionWriter:
         data: The rows to predict.
         model: The model.
         embedding: Whether the table has a column with the features.
+        labels: The label of each row with which the run was trained, or null; strings
+            (N,). None for rows that are not those of the run.
         replace: Whether predictions of another model, other data and the like may be
             replaced.
 
@@ -374,9 +380,11 @@ class PredictionWriter:
         data: Rows,
         model: Classifier,
         embedding: bool,
+        labels: pa.Array | None = None,
         replace: bool = False,
     ) -> None:
         self.data, self.embedding, self.num_rows = data, embedding, len(data)
+        self._labels = pa.nulls(len(data), pa.string()) if labels is None else labels
         self.identity = {
             "model_hash": model.model_hash,
             **hashes(model.classes),
@@ -404,6 +412,16 @@ class PredictionWriter:
     def missing(self) -> list[int]:
         """The numbers of the partitions whose files are not written yet, ascending."""
         return sorted(self._missing)
+
+    def names_of(self, rows: np.ndarray) -> pa.Table:
+        """Return the id and the label of some rows, as a table with these two columns.
+
+        Args:
+            rows: Row numbers, int64 (n,).
+        """
+        return pa.table(
+            {"id": self.data.ids_of(rows), "label": self._labels.take(pa.array(rows))}
+        )
 
     def rows_of(self, number: int) -> range:
         """Return the numbers of the rows of a partition, among all rows.

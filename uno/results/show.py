@@ -1,7 +1,7 @@
 """The HTML view of a model, for notebooks.
 
 It is a table with small pictures. All text is escaped, nothing is loaded from the
-network, and a page has at most :data:`MAX_BYTES`.
+network, and the numbers of rows and pictures are limited.
 """
 
 import base64
@@ -30,12 +30,10 @@ from uno.results import predictions
 from uno.results.classes import OutputClass, edits_of
 from uno.text import plural, visible
 
-MAX_BYTES = 300_000
 NUM_PICTURES = 5  # pictures of a class
-MAX_CLASSES = 60  # rows of a table
+MAX_CLASSES = 40  # rows of a table
 MANY_ROWS = 20_000  # rows of a data set above which images in tables are not read
-# sides in pixels and JPEG qualities, tried in order; with the last, all pictures fit
-SIZES = ((48, 80), (48, 50), (32, 60), (24, 40))
+SIDE, QUALITY = 48, 60  # pixels of a picture, and its JPEG quality
 # side in pixels up to which a PNG is smaller than a JPEG; pixels stay sharp then
 SMALL = 16
 
@@ -213,8 +211,7 @@ def _table(
 ) -> str:
     """Return a table with a title as HTML.
 
-    All pictures become coarser if there are many, so that a page has at most
-    ``MAX_BYTES``. Images that cannot be read are left out.
+    Images that cannot be read are left out.
 
     Args:
         title: The title.
@@ -228,19 +225,15 @@ def _table(
     """
     images = [image for group in groups for image in group]
     arrays = (max(i.shape[:2]) for i in images if isinstance(i, np.ndarray))
-    side = min(side, SIZES[0][0], *arrays)
+    side = min(side, SIDE, *arrays)
     ends = np.cumsum([len(group) for group in groups])
-    how = Decoding(value_range=value_range)
-    for largest, quality in SIZES:
-        pixels, reasons = decode_many(images, min(side, largest), how=how)
-        ok = ok_mask(reasons)
-        readable = [
-            pixels.numpy()[end - len(group) : end][ok[end - len(group) : end]]
-            for group, end in zip(groups, ends, strict=True)
-        ]
-        uris = [encode(own, len(own), quality) if len(own) else "" for own in readable]
-        if sum(map(len, uris)) <= MAX_BYTES * 0.8:
-            break
+    pixels, reasons = decode_many(images, side, how=Decoding(value_range=value_range))
+    ok = ok_mask(reasons)
+    readable = [
+        pixels.numpy()[end - len(group) : end][ok[end - len(group) : end]]
+        for group, end in zip(groups, ends, strict=True)
+    ]
+    uris = [encode(own, len(own), QUALITY) if len(own) else "" for own in readable]
     return _template().render(
         title=title,
         facts=facts,

@@ -99,7 +99,6 @@ class LocalBackend:
                 run.storage,
                 show,
                 lambda: worker.stop_requested,
-                keep=not run.dry_run,
             )
             train = train_phases(run, sets, worker)
         with nullcontext() if run.phases else on_stop(stop):

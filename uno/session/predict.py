@@ -6,6 +6,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+import pyarrow as pa
+
 from uno.config import Config, override
 from uno.data.embeddings import require_kind
 from uno.data.files import Storage
@@ -86,13 +88,16 @@ def predict(
         backend = LocalBackend()  # there is nothing to decode
     run = Run(config, storage, backend)
     limit = override(Config(), {"data.limit": data.pop("data.limit", None)}).data.limit
+    labels: pa.Array | None = None
     if data:
         with announce_reading():
             rows = read_rows(override(Config(), data).data, images_only=True)
     else:
-        rows = run.task.rows
+        rows, labels = run.task.rows, run.task.label_names
     if limit is not None and limit < len(rows):
-        rows = rows.take(evenly_spaced(limit, len(rows)))
+        chosen = evenly_spaced(limit, len(rows))
+        rows = rows.take(chosen)
+        labels = None if labels is None else labels.take(pa.array(chosen))
     for warning in rows.warnings:
         print_line(f"warning: {warning}")
     require_kind(model.config.model, rows.images)
@@ -100,7 +105,7 @@ def predict(
         raise ConfigError("--folders copies images, and the data has only vectors")
     output = Storage(str(given.get("output", storage.uri)))
     writer = PredictionWriter(
-        output, rows, model, embedding, replace="output" not in given
+        output, rows, model, embedding, labels, replace="output" not in given
     )
 
     kept = "stopped; finished shards are kept"
@@ -132,7 +137,12 @@ def predict_run(run: Run, model: Classifier) -> Summary:
         predictions.
     """
     writer = PredictionWriter(
-        run.storage, run.task.rows, model, embedding=False, replace=True
+        run.storage,
+        run.task.rows,
+        model,
+        embedding=False,
+        labels=run.task.label_names,
+        replace=True,
     )
     return _predict(run, model, writer)
 

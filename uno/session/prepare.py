@@ -109,7 +109,6 @@ def open_run(
         phases=training.list_phases(config, last),
         evaluate=last == DISCOVER,
         batch_is_derived=derives_batch(config, given),
-        dry_run=dry_run,
         first_files=files,
     )
     if not dry_run:
@@ -156,6 +155,9 @@ def check_source(config: Config, given: Mapping[str, Any]) -> None:
     config = with_full_path(override(config, {"output": None}))
     if config.model.weights not in (None, PRETRAINED):
         starting_weights(config, overwrite=True)  # refuses weights that do not fit
+    if config.data.num_novel == "auto":
+        print_line("a run estimates the number of new classes; this check assumes 2")
+        config = override(config, {"data.num_novel": 2})
     config, task = resolve(
         config, given, measure_memory=choose_backend(config).free_memory
     )
@@ -166,11 +168,15 @@ def check_source(config: Config, given: Mapping[str, Any]) -> None:
     check_data(config, task, batch_is_derived=is_derived, in_full=True)
 
 
-def check_run(run: Run) -> None:
+def check_run(run: Run, in_full: bool = False) -> None:
     """Check that a run can succeed, before anything is computed.
 
-    The data, the memory and the runtime of the encoder are checked. A dry run decodes
-    images for up to a minute.
+    The data, the memory and the runtime of the encoder are checked.
+
+    Args:
+        run: The run.
+        in_full: Whether to decode images for up to a minute, and to print the table of
+            classes.
 
     Raises:
         ConfigError: The run cannot succeed. For example, its data does not fit into
@@ -181,7 +187,7 @@ def check_run(run: Run) -> None:
         run.task,
         batch_is_derived=run.batch_is_derived,
         read_images=not run.resumes,
-        in_full=run.dry_run,
+        in_full=in_full,
     )
     check_memory(run.config, run.task)
     require_runtime(run.config)

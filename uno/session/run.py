@@ -127,7 +127,6 @@ class Run:
         batch_is_derived: Whether the batch size was derived from the data, so that it
             is derived again when unreadable images are left out.
         resumes: Whether the directory holds this run already.
-        dry_run: Whether nothing is kept, not even a list of unreadable images.
         first_files: Content of files that a new run directory begins with, by name.
         data_problem: Why the rows cannot be shown, empty if they can.
         lock: The lock of the directory, None outside of :meth:`locked`.
@@ -142,7 +141,6 @@ class Run:
     evaluate: bool = True
     batch_is_derived: bool = False
     resumes: bool = False
-    dry_run: bool = False
     first_files: Mapping[str, bytes] = field(default_factory=dict)
     data_problem: str = ""
     lock: RunLock | None = None

@@ -24,7 +24,6 @@ import pytest
 from uno.config import DataConfig
 from uno.data.decode import decode_many
 from uno.data.embeddings import given_vectors
-from uno.data.images import row_names
 from uno.data.sources import read_rows
 
 from .builders import encoded, failure, pixels
@@ -331,6 +330,6 @@ def test_a_source_is_read_right_or_refused_in_one_line(tmp_path, situation, sour
     reasons = decode_many(rows.images, 8)[1] if vectors is None else vectors[1]
     assert len(reasons) - reasons.count(None) == expected.unreadable
     bad = rows.image_sample.reasons
-    names = row_names(rows.ids, rows.images, [*bad])
+    names = map(rows.name_of, bad)
     said = " ".join([*rows.warnings, *names, *bad.values()])
     assert re.search(expected.named, said) and bool(said) == bool(expected.named)

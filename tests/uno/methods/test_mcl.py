@@ -109,25 +109,9 @@ def naive_contrast(p: np.ndarray, q: np.ndarray, similar: list[list[bool]]) -> f
     return float(np.mean(terms))
 
 
-def test_contrastive_loss_equals_the_loop():
-    """Kills: KL of the other direction, a margin for similar pairs, a moved target."""
-    p, q = (
-        torch.randn(n, 3, dtype=torch.float64).mul(3).softmax(dim=1) for n in (4, 6)
-    )
-    similar = torch.rand(4, 6) > 0.5
-    expected = naive_contrast(p.numpy(), q.numpy(), similar.tolist())
-    assert float(kcl.contrastive_loss(p, q, similar)) == pytest.approx(
-        expected, rel=1e-9
-    )
-    # equal and similar: 0; equal and different: the margin
-    sure, pairs = torch.eye(3, dtype=torch.float64), torch.eye(3) > 0
-    assert float(kcl.contrastive_loss(sure, sure, pairs)) == pytest.approx(0, abs=1e-5)
-    even = torch.full((2, 4), 0.25, dtype=torch.float64)
-    assert float(
-        kcl.contrastive_loss(even, even, torch.zeros(2, 2) > 0)
-    ) == pytest.approx(2)
+def test_the_target_of_kcl_has_no_gradient():
+    """Kills: a moved target."""
     p, q = (torch.full((2, 3), 1 / 3, requires_grad=True) for _ in range(2))
-    # the target has no gradient
     kcl.contrastive_loss(p, q, torch.ones(2, 2) > 0).backward()
     assert p.grad is not None and q.grad is None
 

@@ -52,11 +52,6 @@ def test_the_objective_equals_the_loop(supervised, num_masked):
     assert float(found.detach()) == pytest.approx(expected, rel=1e-9)
     own = (torch.tensor(LABELS), 0.3, supervised, num_masked)
     assert torch.autograd.gradcheck(lambda x: pim.pim_objective(x, *own), (logits,))
-    moved = logits.detach().flip(0)
-    # views are alike
-    torch.testing.assert_close(pim.pim_objective(moved, *own), found.detach())
-    moved[:, 4:] = moved[:, torch.randperm(5) + 4]  # so are unlabeled rows
-    torch.testing.assert_close(pim.pim_objective(moved, *own), found.detach())
 
 
 def test_the_step_is_the_objective_of_two_views():
@@ -176,19 +171,6 @@ def test_it_finds_more_than_it_starts_from():
     )
     assert longer.weight == found.weight
     torch.testing.assert_close(longer.weights, found.weights, rtol=1e-3, atol=1e-3)
-
-
-def test_the_search_of_lambda_sees_no_label():
-    """Labels in another order leave the weights alone that it scores. Kills: a
-    search that fits labels.
-    """
-    sample, _ = noisy()
-    rows, some = normalize(sample.labeled, dim=1), sample.unlabeled[:6].clone()
-    found = [
-        pim.minimize_objective(some, rows, labels, 0.5, 3, supervised=False)
-        for labels in (sample.labels, sample.labels.flip(0))
-    ]
-    assert torch.equal(*found)
 
 
 def test_rows_of_different_length_are_kept_as_cosines():

@@ -7,7 +7,6 @@ import torch
 from tests.uno.methods import toy
 from tests.uno.small_run import fresh_state, small_config
 from uno.methods import rs
-from uno.methods.common import pair_likelihood_loss, sigmoid_rampup
 
 
 def naive_same_top(a: np.ndarray, b: np.ndarray, top: int = 5) -> bool:
@@ -34,33 +33,6 @@ def test_same_top_features_equals_sorting(top):
     ]
     assert found.tolist() == expected
     assert 0.1 < found.float().mean() < 0.9 and found[:, :12].diagonal().all()
-
-
-def test_pair_likelihood_equals_the_loop():
-    """Kills: a sum over pairs, pairs of equal rows left out, one class for the other
-    in the logarithm.
-    """
-    first, second = (
-        torch.rand(n, 3, dtype=torch.float64).softmax(dim=1) for n in (4, 6)
-    )
-    similar = torch.rand(4, 6) > 0.5
-    expected = toy.naive_pair_loss(first.numpy(), second.numpy(), similar.numpy())
-    assert float(pair_likelihood_loss(first, second, similar)) == pytest.approx(
-        expected, rel=1e-9
-    )
-    # certain and right: 0; certain and wrong: -log 1e-7; uniform over K: log K for a
-    # similar pair
-    sure = torch.eye(3, dtype=torch.float64)
-    assert float(pair_likelihood_loss(sure, sure, torch.eye(3) > 0)) == pytest.approx(
-        0, abs=1e-6
-    )
-    assert float(pair_likelihood_loss(sure, sure, torch.eye(3) < 1)) == pytest.approx(
-        16.118, abs=1e-3
-    )
-    even = torch.full((2, 4), 0.25, dtype=torch.float64)
-    assert float(
-        pair_likelihood_loss(even, even, torch.ones(2, 2) > 0)
-    ) == pytest.approx(np.log(4), abs=1e-5)
 
 
 def test_k_is_the_authors_share_of_the_features():
@@ -100,18 +72,6 @@ def test_the_step_of_rs_equals_the_loop(step):
         toy.naive_mse(*head) for head in heads
     )
     assert found == pytest.approx(expected, rel=1e-6)
-
-
-def test_rampup_of_known_cases():
-    """Kills: a ramp over epochs of a fixed number, a division by zero."""
-    assert sigmoid_rampup(0, 0.25) == pytest.approx(np.exp(-5))
-    assert sigmoid_rampup(0.125, 0.25) == pytest.approx(np.exp(-1.25))
-    assert (
-        sigmoid_rampup(0.25, 0.25)
-        == sigmoid_rampup(1, 0.25)
-        == sigmoid_rampup(0, 0)
-        == 1
-    )
 
 
 def test_the_step_of_rs_plus_equals_the_loop():

@@ -10,7 +10,6 @@ from tests.uno.methods import toy
 from tests.uno.methods.test_all_methods import config_of, feature_set
 from tests.uno.small_run import batches_of, fresh_state, small_config, step_of
 from uno.methods import simgcd
-from uno.methods.common import feature_contrast_loss
 
 LABELS = [0, 3, 1, 1]
 
@@ -124,35 +123,6 @@ def test_no_gradient_passes_targets():
     torch.testing.assert_close(
         swapped, simgcd.distillation_loss(joint, 2, 3, 0.1, 0.05)
     )
-
-
-def test_imbalance_of_known_cases():
-    """0 where classes are used alike, log K where one is; the order of classes and rows
-    does not matter; its gradient is that of differences.
-    """
-    even = 100 * torch.eye(4, dtype=torch.float64)[torch.arange(8) % 4].repeat(2, 1, 1)
-    assert float(simgcd.compute_imbalance(even)) == pytest.approx(0, abs=1e-9)
-    assert float(simgcd.compute_imbalance(even[:, :1])) == pytest.approx(np.log(4))
-    logits = torch.randn(2, 5, 3, dtype=torch.float64, requires_grad=True)
-    moved = simgcd.compute_imbalance(
-        logits[:, torch.randperm(5)][..., [2, 0, 1]].flip(0)
-    )
-    torch.testing.assert_close(moved, simgcd.compute_imbalance(logits))
-    assert torch.autograd.gradcheck(simgcd.compute_imbalance, (logits,))
-
-
-def test_contrast_knows_each_row_by_its_place():
-    """Kills: a row without a label that is of a class, or of every other such row."""
-    rows = torch.randn(2, 7, 5, dtype=torch.float64)
-    for labels in ([], [2, 2, 0], [1] * 7):
-        found = feature_contrast_loss(
-            torch.nn.functional.normalize(rows, dim=-1),
-            torch.tensor(labels).long(),
-            0.5,
-        )
-        assert float(found) == pytest.approx(
-            naive_contrast(rows.numpy(), labels, 0.5), rel=1e-9
-        )
 
 
 @pytest.mark.parametrize("setting", ["ncd", "gcd"])

@@ -14,7 +14,7 @@ from uno.data.images import InMemory
 from uno.data.memory import DecodedImages, RowBlocks
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
-from uno.report import charts, checks, facts, page, pictures
+from uno.report import charts, checks, facts, pictures
 from uno.report.facts import RunData
 from uno.report.findings import class_similarity, nearest, summarize
 from uno.report.sample import Sample, choose_rows, open_model, score_sample
@@ -207,14 +207,6 @@ def test_a_sample_keeps_the_shares(digits):
     )
     assert abs(digits.is_train[rows].mean() - digits.is_train.mean()) < 0.03
     assert (choose_rows(digits, 10_000, 0) == np.arange(len(digits.rows))).all()
-
-
-def test_formats():
-    assert [page.duration(s) for s in (7.4, 700, 11100)] == [
-        "7 s",
-        "12 min",
-        "3 h 05 min",
-    ]
 
 
 def test_training_time_is_that_of_the_steps_whatever_the_batch_size():

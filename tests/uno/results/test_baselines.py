@@ -58,18 +58,6 @@ def test_kmeans_of_pixels():
     assert kmeans_baseline(pixels, renamed, 5, seed=0) == pytest.approx(result)
 
 
-def test_kmeans_of_rectangular_and_degenerate_input():
-    """3 clusters for 2 classes; black images. Kills: square matrices only, division
-    by zero.
-    """
-    merged = kmeans_baseline(
-        np.eye(3)[[0, 0, 0, 1, 2, 2]], [0, 0, 1, 1, 2, 2], 3, seed=0
-    )
-    assert merged["acc"] == 5 / 6
-    features = np.array([[0.0, 0.0], [1.0, 0.0], [0.0, 2.0], [0.0, 0.0]])
-    assert kmeans_baseline(features, [0, 1, 2, 0], 3, seed=0)["acc"] == 1
-
-
 @pytest.mark.parametrize("gcd", [False, True])
 def test_spectral_clusters_are_those_of_the_unlabeled_rows(gcd):
     """Of five separate classes, of which three are known, in a random order. Kills:

@@ -268,20 +268,6 @@ def test_every_digit_and_every_damaged_file_has_a_row(tmp_path, model):
     assert predict_all(model, rows, tmp_path / "again", embedding=True).equals(table)
 
 
-def test_decoding_stays_a_few_batches_ahead(monkeypatch):
-    """Memory is bounded: kills a queue without limit."""
-    started, decode = [], decoding.decode_many
-    monkeypatch.setattr(
-        decoding, "decode_many", lambda *args: started.append(1) or decode(*args)
-    )
-    batches = [np.arange(i, i + 10) for i in range(0, 1000, 10)]
-    for taken, _ in enumerate(
-        decoding.decoded(rows_of("digits").images, batches, 8, threads=1), start=1
-    ):
-        assert len(started) <= taken + decoding.BATCHES_AHEAD
-    assert taken == len(started) == 100
-
-
 class Killed(BaseException):
     """Stands for SIGKILL: nothing may clean up after it."""
 

@@ -154,16 +154,6 @@ def test_the_expected_accuracy_says_what_it_counts(setting, counted):
     assert values[f"{key}/low"] < values[f"{key}/acc"] < values[f"{key}/high"]
 
 
-def test_more_agreement_is_a_higher_expectation():
-    means = [
-        trust.clustering_metrics(checkpoint([share] * 8), "ncd", "")[
-            "trust/expected/ncd/acc"
-        ]
-        for share in (0.3, 0.5, 0.7, 0.9, 0.99)
-    ]
-    assert means == sorted(means) and means[0] < 0.6 < 0.9 < means[-1]
-
-
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.7, 0.85, 0.99])
 def test_the_verdict_is_the_expected_accuracy_in_a_word(share):
     """The other signs, good or bad, do not contradict it."""
