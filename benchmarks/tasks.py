@@ -46,7 +46,7 @@ from uno.clustering.frozen import (
 )
 from uno.clustering.kmeans import FREE, constrained_kmeans, kmeans
 from uno.clustering.num_classes import pairs_of_one_class
-from uno.expectation import CALIBRATION_FILE, COUNTED, Line, fit_line, mean_logit
+from uno.expectation import CALIBRATION_FILE, COUNTED, LEVEL, Line, logit, mean_logit
 
 FEW = ((5, 5), (8, 4), (3, 3), (2, 2), (10, 10))  # known and novel classes
 FEW_KNOWN = ((1, 3), (1, 5), (2, 4), (3, 5))
@@ -328,6 +328,45 @@ def strictly_matched(truth: Tensor, outputs: Tensor, num_known: int) -> Tensor:
             truth, outputs, 1 + int(max(truth.max(), outputs.max()))
         )
     return right
+
+
+def fit_line(agreement: np.ndarray, accuracy: np.ndarray, groups: np.ndarray) -> Line:
+    """Fit the line from agreements of clusterings to accuracies, by least squares.
+
+    The line maps the mean logit of the agreements to the logit of the accuracy. It is
+    fitted on T clustering tasks whose classes are known. Accuracies are kept
+    ``SMALLEST`` away from 0 and 1.
+
+    Args:
+        agreement: For each task the mean logit of the shares of rows on which other
+            clusterings agree with its clusters, of :func:`mean_logit`; (T,).
+        accuracy: The true accuracy of each task's clusters, 0 to 1; (T,).
+        groups: The name of the data set of each task, (T,). There are at least three
+            data sets.
+
+    Returns:
+        The line of all tasks. The residual of a task is its difference of logits from a
+        line that was fitted without the task's data set, so that the residuals show how
+        far a new data set may be off.
+    """
+    target = logit(accuracy)
+
+    def fit(rows: np.ndarray) -> np.ndarray:
+        """Return intercept and slope of the line through the tasks of a mask (T,)."""
+        design = np.stack([np.ones(rows.sum()), agreement[rows]], axis=1)
+        return np.linalg.lstsq(design, target[rows], rcond=None)[0]
+
+    residuals = np.empty(len(target))
+    for name in np.unique(groups):
+        own = groups == name
+        intercept, slope = fit(~own)
+        residuals[own] = target[own] - intercept - slope * agreement[own]
+    intercept, slope = fit(np.ones(len(target), dtype=bool))
+    low, high = np.quantile(residuals, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    quantiles = np.quantile(residuals, (np.arange(20) + 0.5) / 20)
+    return Line(
+        float(intercept), float(slope), quantiles.tolist(), float(low), float(high)
+    )
 
 
 def fit(rows: list[dict[str, Any]]) -> dict[str, Any]:

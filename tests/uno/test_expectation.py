@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
+from benchmarks.tasks import fit_line
 from uno.expectation import (
     calibration,
     describe_outside,
     expected_accuracy,
-    fit_line,
     logit,
     mean_logit,
     outside_calibration,
