@@ -46,7 +46,14 @@ from uno.clustering.frozen import (
 )
 from uno.clustering.kmeans import FREE, constrained_kmeans, kmeans
 from uno.clustering.num_classes import pairs_of_one_class
-from uno.expectation import CALIBRATION_FILE, COUNTED, LEVEL, Line, logit, mean_logit
+from uno.expectation import (
+    CALIBRATION_FILE,
+    COUNTED,
+    LEVEL,
+    Line,
+    logit,
+    mean_logit,
+)
 
 FEW = ((5, 5), (8, 4), (3, 3), (2, 2), (10, 10))  # known and novel classes
 FEW_KNOWN = ((1, 3), (1, 5), (2, 4), (3, 5))
@@ -330,6 +337,33 @@ def strictly_matched(truth: Tensor, outputs: Tensor, num_known: int) -> Tensor:
     return right
 
 
+def fit(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the calibration of :mod:`uno.expectation`: lines, ranges and figures."""
+    used = [row for row in rows if row["kind"] != "all" and row["agreement"]]
+    keys = ("num_unlabeled", "num_known", "num_novel")
+    names = {row["encoder"] for row in used}
+    lines: dict[str, dict[str, Any]] = {"ncd": {}, "gcd": {}}
+    for setting, matching in LINES:
+        line = fit_line(*arrays(used, setting, matching))
+        lines[setting][matching] = asdict(line)
+    return {
+        "source": "python -m benchmarks.tasks fit, on benchmarks/results/tasks.csv",
+        "sets": sorted({row["set"] for row in used}),
+        "num_tasks": len(used),
+        "ranges": {
+            **{
+                name: [int(min(r[key] for r in used)), int(max(r[key] for r in used))]
+                for name, key in zip(COUNTED, keys, strict=True)
+            },
+            "encoders": sorted(
+                name if name == "vectors" else f"timm:tf_efficientnet_{name}"
+                for name in names
+            ),
+        },
+        "lines": lines,
+    }
+
+
 def fit_line(agreement: np.ndarray, accuracy: np.ndarray, groups: np.ndarray) -> Line:
     """Fit the line from agreements of clusterings to accuracies, by least squares.
 
@@ -367,33 +401,6 @@ def fit_line(agreement: np.ndarray, accuracy: np.ndarray, groups: np.ndarray) ->
     return Line(
         float(intercept), float(slope), quantiles.tolist(), float(low), float(high)
     )
-
-
-def fit(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the calibration of :mod:`uno.expectation`: lines, ranges and figures."""
-    used = [row for row in rows if row["kind"] != "all" and row["agreement"]]
-    keys = ("num_unlabeled", "num_known", "num_novel")
-    names = {row["encoder"] for row in used}
-    lines: dict[str, dict[str, Any]] = {"ncd": {}, "gcd": {}}
-    for setting, matching in LINES:
-        line = fit_line(*arrays(used, setting, matching))
-        lines[setting][matching] = asdict(line)
-    return {
-        "source": "python -m benchmarks.tasks fit, on benchmarks/results/tasks.csv",
-        "sets": sorted({row["set"] for row in used}),
-        "num_tasks": len(used),
-        "ranges": {
-            **{
-                name: [int(min(r[key] for r in used)), int(max(r[key] for r in used))]
-                for name, key in zip(COUNTED, keys, strict=True)
-            },
-            "encoders": sorted(
-                name if name == "vectors" else f"timm:tf_efficientnet_{name}"
-                for name in names
-            ),
-        },
-        "lines": lines,
-    }
 
 
 def arrays(

@@ -109,8 +109,7 @@ REPORT = Command(
     RUN,
     "some",
     text="""
-RUN/report.html opens from disk and needs no network. --data SOURCE is the new place of moved data. With
---workers N the workers of a cluster compute the features of the images that it shows.
+RUN/report.html opens from disk and needs no network. --data SOURCE is the new place of moved data.
 """,  # noqa: E501
 )
 CLASSES = Command(
@@ -254,8 +253,8 @@ def discover(
 
     It is pretrained first, unless weights are given. The same command resumes an
     interrupted run. ``--explain`` only prints every value of the configuration and
-    where it comes from. ``--dry-run`` checks the data, takes one step of each phase,
-    and keeps nothing. If torchrun has started this process, rank 0 runs the command and
+    where it comes from. ``--dry-run`` checks the data, prints the plan of the run, and
+    keeps nothing. If torchrun has started this process, rank 0 runs the command and
     the other ranks follow it.
 
     Args:
@@ -293,7 +292,7 @@ def discover(
         print(*explain(options.config, config, *given, derived), sep="\n")
         return 0
     config = options.config if ranks is None else ranks.sized(options.config)
-    run = pipeline.try_phases if own.dry_run else pipeline.discover
+    run = pipeline.plan_run if own.dry_run else pipeline.discover
     run(config, options.overrides, own.overwrite, last, backend=ranks)
     return 0
 
@@ -409,20 +408,10 @@ def export(argv: Sequence[str]) -> int:
     if own.output:
         folder, name = _split_path(own.output)
     folder.write(name, data)
-    checked, side, num = "checked against the model", model.size, len(model.classes)
+    checked = "checked against the model"
     if own.format == "onnx" and not can_check_onnx():
         checked = "NOT checked: onnxruntime is not installed"
-    vectors = model.config.model.takes_vectors
-    given = (
-        f"vectors float32 (B, {model.module.encoder.num_features})"
-        if vectors
-        else f"images uint8 (B, 3, {side}, {side})"
-    )
-    takes = f"; {given} -> probabilities (B, {num})"
-    print_line(
-        f"{folder.path(name)}: {len(data) / 1e6:.1f} MB,"
-        f" {checked}{'' if own.format == 'encoder' else takes}"
-    )
+    print_line(f"{folder.path(name)}: {len(data) / 1e6:.1f} MB, {checked}")
     return 0
 
 

@@ -36,10 +36,10 @@ class EndWhenHopeless(UserCallback):
             Train's controller.
         messages: The queue of messages to the driver, see
             :class:`pipelines.train.Messages`. It gets ``("lost", reason)`` for each
-            group that is replaced. None sends nothing.
+            group that is replaced.
     """
 
-    def __init__(self, progress: Callable[[], int], messages: Any = None) -> None:
+    def __init__(self, progress: Callable[[], int], messages: Any) -> None:
         self._progress, self._messages = progress, messages
         self._saved, self._deaths = -1, 0
 
@@ -49,9 +49,9 @@ class EndWhenHopeless(UserCallback):
         """End the run by an error if no other group of workers could finish it.
 
         Otherwise this returns, and Ray Train replaces the group that failed. The reason
-        is then sent to the driver as ``("lost", reason)``, if there is a queue for
-        that, unless the group was preempted: it ended because one of its nodes was
-        taken away after a notice. Preempted groups never end the run.
+        is then sent to the driver as ``("lost", reason)``, unless the group was
+        preempted: it ended because one of its nodes was taken away after a notice.
+        Preempted groups never end the run.
 
         Args:
             run_context: Ray Train's description of the run, which is not used.
@@ -91,9 +91,8 @@ class EndWhenHopeless(UserCallback):
                 f"workers keep dying before a new checkpoint ({text}); they may be out"
                 " of memory"
             )
-        if self._messages is not None:
-            why = "a worker process or its node was lost" if is_loss else text
-            self._messages.put(("lost", why))
+        why = "a worker process or its node was lost" if is_loss else text
+        self._messages.put(("lost", why))
 
 
 def is_of_ray(error: Exception) -> bool:

@@ -150,9 +150,7 @@ def switch(sentence: str) -> Argument:
     return Argument(sentence, bool, False)
 
 
-DRY_RUN = {
-    "--dry-run": switch("Check the data, take one step, print the plan and stop.")
-}
+DRY_RUN = {"--dry-run": switch("Check the data, print the plan and stop.")}
 RUN = {"RUN": Argument("The run directory, a path or a URI.")}
 SIZE_FLAG = {
     "--image-size": Argument(
@@ -278,7 +276,8 @@ def parse(argv: Sequence[str], command: Command) -> Options:
 
     ``--help`` prints the help and ends the process. So does an empty command line if
     the command needs an argument or has examples. Words that no option takes are the
-    positional arguments, in their order.
+    positional arguments, in their order. An option of the command that takes a list of
+    words may be repeated.
 
     Args:
         argv: The arguments after the name of the command.
@@ -315,7 +314,8 @@ def parse(argv: Sequence[str], command: Command) -> Options:
             if name and flags[name].takes_numbers:
                 value = NUMBERS.validate_python(value)
             if name in arguments:
-                own[name] = value
+                is_repeated = name in own and flags[name].most_words == MANY
+                own[name] = own[name] + value if is_repeated else value
             elif name and name != "--config":
                 line[flags[name].key] = value
     except ConfigError:

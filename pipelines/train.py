@@ -11,7 +11,7 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -42,6 +42,7 @@ from uno.session.data import (
 from uno.session.resources import store_bytes, trains_on_features
 from uno.session.run import Run
 
+COLLECTIVE_S = 600  # longest wait of a collective for the other ranks
 # Looking for a notice of preemption is a barrier of all ranks, which takes 3 ms.
 PREEMPTION_STEPS = 50
 
@@ -114,13 +115,13 @@ class RayWorker(GroupWorker):
 
     Args:
         storage: The directory of the run.
-        messages: The messages to the driver; None sends none.
+        messages: The messages to the driver.
 
     Attributes:
         preempted: Whether the group ends because one of its nodes is being drained.
     """
 
-    def __init__(self, storage: Storage, messages: Messages | None = None) -> None:
+    def __init__(self, storage: Storage, messages: Messages) -> None:
         import ray.train
         import ray.train.torch
 
@@ -135,7 +136,7 @@ class RayWorker(GroupWorker):
         Args:
             metrics: The metrics by name, with ``phase``.
         """
-        if self.rank == 0 and self._messages is not None:
+        if self.rank == 0:
             self._messages.to_driver.put(("metrics", metrics))
 
     def should_stop(self, step: int) -> bool:
@@ -152,7 +153,7 @@ class RayWorker(GroupWorker):
 
         if step % PREEMPTION_STEPS == 0 and ray.train.get_preemption_info() is not None:
             self.preempted = True
-            if self.rank == 0 and self._messages is not None:
+            if self.rank == 0:
                 self._messages.to_driver.put(("drained", ""))
         return self.preempted or super().should_stop(step)
 
@@ -365,8 +366,6 @@ def run_workers(
     """
     import ray
 
-    from pipelines.failures import EndWhenHopeless, saved_steps
-
     assert run.lock is not None
     lock, storage = run.lock, run.storage
     storage.delete(STOP_FILE)  # it asked an earlier group to stop
@@ -411,110 +410,65 @@ def run_workers(
                 "stopped while waiting for nodes; resume with the same command"
             )
 
-    name = f"attempt-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    body = partial(
-        fit,
-        train_loop,
-        loop,
-        scaling(config, resources),
-        run_config(
-            join(storage.uri, RAY_FOLDER),
-            name,
-            [EndWhenHopeless(partial(saved_steps, storage.uri), messages.to_driver)],
-        ),
-    )
-    outcome = ray_env.in_thread(body, poll).return_value
+    outcome = ray_env.in_thread(partial(fit, config, resources, loop), poll)
     storage.delete(RAY_FOLDER)
     if "interrupted" in outcome:
         raise Interrupted(outcome["interrupted"])
     return outcome["metrics"]
 
 
-def scaling(config: Config, resources: nodes.Resources) -> Any:
-    """Return the ScalingConfig of Ray Train for a group of workers.
+def fit(
+    config: Config, resources: nodes.Resources, loop: dict[str, Any]
+) -> dict[str, Any]:
+    """Run groups of workers with Ray's ``TorchTrainer``, and return the outcome.
+
+    A group that failed is replaced, unless
+    :class:`~pipelines.failures.EndWhenHopeless` ends the run.
 
     Args:
         config: The configuration, with the number of workers and their placement
             strategy.
         resources: The amount of each resource of a worker, by its name (``CPU``,
             ``GPU``). Workers use GPUs if ``GPU`` is among the names.
-    """
-    import ray.train
-
-    return ray.train.ScalingConfig(
-        num_workers=config.compute.num_workers,
-        use_gpu="GPU" in resources,
-        resources_per_worker=resources,
-        placement_strategy=config.compute.placement_strategy,
-    )
-
-
-def run_config(folder: str, name: str, callbacks: Sequence[Any]) -> Any:
-    """Return a RunConfig of Ray Train with which failed groups are always replaced.
-
-    One of the callbacks must end a run that cannot go on, see
-    :class:`pipelines.failures.EndWhenHopeless`.
-
-    Args:
-        folder: The directory, path or URI, below which Ray Train keeps its own files,
-            in ``folder/name``.
-        name: The name of the run for Ray.
-        callbacks: The callbacks of Ray Train.
-    """
-    import ray.train
-
-    return ray.train.RunConfig(
-        name=name,
-        storage_path=folder,
-        callbacks=list(callbacks),
-        failure_config=ray.train.FailureConfig(max_failures=-1),
-        logging_config=ray.train.LoggingConfig(log_level="CRITICAL"),
-    )
-
-
-def fit(
-    train_loop: Callable[[dict[str, Any]], Any],
-    loop: dict[str, Any],
-    scaling: Any,
-    settings: Any,
-    timeout_s: int = 600,
-) -> Any:
-    """Run a group of workers with Ray's ``TorchTrainer``, and return its result.
-
-    Failed groups are replaced as the RunConfig says.
-
-    Args:
-        train_loop: The function that each worker runs.
-        loop: The argument of ``train_loop``.
-        scaling: The number and the resources of workers, a result of :func:`scaling`.
-        settings: The RunConfig of Ray Train, a result of :func:`run_config`.
-        timeout_s: The timeout of collectives between workers in seconds.
+        loop: The argument of :func:`train_loop`, which each worker runs.
 
     Returns:
-        The result of ``TorchTrainer.fit``. Its ``return_value`` is what ``train_loop``
-        returned.
+        What :func:`train_loop` returns.
 
     Raises:
-        Exception: The error with which a callback,
-            :class:`pipelines.failures.EndWhenHopeless`, ended the run.
+        Exception: The error with which ``EndWhenHopeless`` ended the run.
         Interrupted: Ray Train's controller was lost.
     """
     import ray.train
     import ray.train.torch
     from ray.util.annotations import RayDeprecationWarning
 
+    from pipelines.failures import EndWhenHopeless, saved_steps
+
+    output, messages = loop["output"], loop["messages"].to_driver
     with warnings.catch_warnings():  # of Ray's own code
         warnings.simplefilter("ignore", RayDeprecationWarning)
         trainer = ray.train.torch.TorchTrainer(
             train_loop,
             train_loop_config=loop,
-            scaling_config=scaling,
-            run_config=settings,
-            torch_config=ray.train.torch.TorchConfig(timeout_s=timeout_s),
+            scaling_config=ray.train.ScalingConfig(
+                num_workers=config.compute.num_workers,
+                use_gpu="GPU" in resources,
+                resources_per_worker=resources,
+                placement_strategy=config.compute.placement_strategy,
+            ),
+            run_config=ray.train.RunConfig(
+                name=f"attempt-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}",
+                storage_path=join(output, RAY_FOLDER),
+                callbacks=[EndWhenHopeless(partial(saved_steps, output), messages)],
+                failure_config=ray.train.FailureConfig(max_failures=-1),
+                logging_config=ray.train.LoggingConfig(log_level="CRITICAL"),
+            ),
+            torch_config=ray.train.torch.TorchConfig(timeout_s=COLLECTIVE_S),
         )
     try:
         with workarounds.cluster_of_helpers():
-            return trainer.fit()
+            return dict(trainer.fit().return_value)
     except ray.train.ControllerError as error:
         raise error.controller_failure from None
     except ray.exceptions.RayActorError as error:

@@ -28,8 +28,12 @@ LIMIT_S = 900.0  # a run that takes longer is ended, which is a fault
 
 
 def kill_worker(nodes: Raylets, command: Command) -> None:
-    """Kill a training worker, or nothing if none runs at the moment."""
-    for pid in nodes.processes_of("ray::RayTrainWorker")[:1]:
+    """Kill a training worker, the next one that starts if none runs at the moment."""
+    workers: list[int] = []
+    while command.code is None and not workers:
+        workers = nodes.processes_of("ray::RayTrainWorker")
+        time.sleep(0.1)
+    for pid in workers[:1]:
         os.kill(pid, signal.SIGKILL)
 
 
@@ -72,6 +76,22 @@ def find_fault(command: Command, folder: Path, undisturbed: Path) -> str:
     return ""
 
 
+def disturb(kind: str, moment: float, nodes: Raylets, folder: Path) -> Command:
+    """Kill a part of a run in ``folder`` after ``moment`` seconds, and finish the run.
+
+    Returns:
+        The command that has ended last: the same once more if the driver was killed.
+    """
+    folder.mkdir()
+    command = start_run(nodes, folder)
+    time.sleep(moment)
+    KILLS[kind](nodes, command)
+    if command.end(LIMIT_S) != 0 and kind == "driver":
+        command = start_run(nodes, folder)
+        command.end(LIMIT_S)
+    return command
+
+
 def main() -> int:
     """Kill, compare and print; return 1 if a run is not as the undisturbed one."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -79,7 +99,9 @@ def main() -> int:
     parser.add_argument("--moments", type=int, default=1, help="of each kind of kill")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    chance, num_faults = random.Random(options.seed), 0
+    # the cluster ends with this process
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    chance, faults = random.Random(options.seed), []
     with tempfile.TemporaryDirectory() as name, head(CPUS) as nodes:
         nodes.join(CPUS)
         undisturbed = Path(name, "undisturbed")
@@ -90,23 +112,14 @@ def main() -> int:
         seconds = time.monotonic() - start
         for kind in options.kill:
             for number in range(options.moments):
+                moment = chance.uniform(0, 0.9 * seconds)
                 folder = Path(name, f"{kind}-{number}")
-                folder.mkdir()
-                moment = chance.uniform(0, seconds)
-                command = start_run(nodes, folder)
-                time.sleep(moment)
-                KILLS[kind](nodes, command)
-                if command.end(LIMIT_S) and kind == "driver":
-                    command = start_run(nodes, folder)
-                    command.end(LIMIT_S)
-                fault = find_fault(command, folder, undisturbed)
-                num_faults += bool(fault)
-                print(
-                    f"{kind} killed after {moment:.1f} s: {fault or 'the same'}",
-                    flush=True,
-                )
-    num_kills = len(options.kill) * options.moments
-    print(f"{num_kills} kills of a run of {seconds:.0f} s, {num_faults} faults")
+                command = disturb(kind, moment, nodes, folder)
+                faults.append(find_fault(command, folder, undisturbed))
+                end = faults[-1] or "same weights"
+                print(f"{kind} killed after {moment:.1f} s: {end}", flush=True)
+    num_faults = sum(map(bool, faults))
+    print(f"{len(faults)} kills of a run of {seconds:.0f} s, {num_faults} faults")
     return int(num_faults > 0)
 
 

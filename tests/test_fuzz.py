@@ -36,7 +36,7 @@ from tests.uno.data.builders import encoded, hf_table, pixels
 from tests.uno.models import write_model
 from tests.uno.small_run import small_config
 from uno.config import Config, dump_yaml, load_yaml, override
-from uno.data.decode import BadImage, decode, decode_rgb, read_header
+from uno.data.decode import BadImage, decode, decode_rgb, inspect_image, read_header
 from uno.data.files import Storage
 from uno.data.rows import ReadOptions
 from uno.data.tables import read_parquet, read_table
@@ -84,6 +84,7 @@ def reading_or_refusing() -> Iterator[None]:
 def read_image(folder: Path, data: bytes) -> None:
     (folder / "image").write_bytes(data)
     assert read_header(data) == read_header(str(folder / "image"))
+    inspect_image(data)
     assert np.array_equal(decode(data, 16), decode(data, 16))
     decode_rgb(data, 16)
 
@@ -319,7 +320,7 @@ KINDS = {
         read_yaml,
     ),
     "classes.yaml": Kind(
-        lambda: [template(CLASSES, "0123456789abcdef", {}).encode()], read_classes
+        lambda: [template(CLASSES, "0123456789abcdef").encode()], read_classes
     ),
     "checkpoint": Kind(partial(files_of_run, "checkpoints/"), read_checkpoint),
     "checkpoint-summed": Kind(

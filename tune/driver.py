@@ -18,17 +18,15 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 import yaml
-from torch import Tensor
 
 from pipelines import ray_env
 from pipelines.features import compute_on_ray
 from pipelines.options import Options
 from pipelines.tasks import run_tasks, wait_for_task
 from tune import AGREEMENT, FOLDS, SCORES, records, report, spaces
-from tune.records import FAILED, FEATURES_FILE, FINISHED, SETTINGS, PartStorage, Trial
-from tune.score import FoldRows, Source, SweepData, Unread, make_folds, sweep_data
+from tune.records import FAILED, FINISHED, SETTINGS, PartStorage, Trial
+from tune.score import FoldRows, SweepData, Unread, make_folds, sweep_data
 from tune.trial import (
     Sweep,
     SweepOptions,
@@ -46,7 +44,7 @@ from uno.config import (
 )
 from uno.data import output
 from uno.data.decode import ok_mask
-from uno.data.files import Storage, reserve_space, split, wrap_errors
+from uno.data.files import Storage, split
 from uno.data.sampling import largest_batch
 from uno.data.splits import Task
 from uno.encoders.build import code_of
@@ -127,7 +125,6 @@ def sweep_options(options: Options) -> SweepOptions:
         score=own.score,
         folds=own.folds,
         hide=own.hide,
-        seeds=own.seeds,
         concurrent=config.compute.num_workers or None,
         scheduler=own.scheduler,
         grace_epochs=own.grace_epochs,
@@ -157,22 +154,18 @@ def run_sweep(options: SweepOptions) -> int:
     config = options.config
     goes_on = Storage(str(config.output)).exists(SETTINGS)
     check_data(override(config, HERE), task, read_images=not goes_on)
-    _check_folds(options, task, asked)
+    # The folds are checked before an image is decoded, as if all rows can be read.
+    plan_folds(options, unread_data(task), asked)
     assert config.output is not None
     storage = Storage(config.output)
     with lock.lock_run(storage, on_wait=print_line) as claim:
         output.delete_temporary_files(claim.storage)
-        output.holds_output(claim.storage, SETTINGS, "sweep", (FEATURES_FILE,))
+        output.holds_output(claim.storage, SETTINGS, "sweep")
         with interrupt_on_signal(
             "stopped before a trial began; the same command starts again"
         ):
-            data = load_data(options, task, own_weights, claim.storage)
-        folds = make_folds(
-            data, options.score, options.folds, config.seed, options.hide
-        )
-        if derives_batch(config, asked):
-            options = with_fitting_batch(options, folds)
-        num_epochs = check_plans(options, folds)
+            data = load_data(options, task, own_weights)
+        options, folds, num_epochs = plan_folds(options, data, asked)
         if own_weights is not None:  # trials read them there
             kept = {"model.weights": storage.below(PRETRAINED_FILE)}
             options = options._replace(config=override(options.config, kept))
@@ -201,7 +194,6 @@ def run_sweep(options: SweepOptions) -> int:
                 f"{storage.uri}: all {len(ended)} trials have a result; nothing is run"
                 " again"
             )
-        claim.storage.delete(FEATURES_FILE)
         summary = report.write(claim.storage)
         _tell_loggers(options.config, claim, summary)
     if summary.best is None:
@@ -215,28 +207,37 @@ def run_sweep(options: SweepOptions) -> int:
     return 0
 
 
-def _check_folds(options: SweepOptions, task: Task, asked: Collection[str]) -> None:
-    """Check the folds of a sweep (see :mod:`tune.score`) before any image is decoded.
-
-    Every row counts as readable. The options are not changed.
+def plan_folds(
+    options: SweepOptions, data: SweepData, asked: Collection[str]
+) -> tuple[SweepOptions, list[FoldRows], int]:
+    """Return the folds of a sweep, with a batch size that they fill and their epochs.
 
     Args:
         options: The options of the sweep.
-        task: All rows of the sweep, with their classes.
+        data: The data that all trials share.
         asked: The dotted keys that the user set. If ``train.batch_size`` is not among
-            them and the batch size is derived from the data, the check is made with the
-            batch size of :func:`with_fitting_batch`.
+            them and the batch size is derived from the data, it is lowered to one that
+            every fold fills, see :func:`with_fitting_batch`.
+
+    Returns:
+        The options with that batch size; the discovery problems that each trial solves,
+        as row numbers; and the number of epochs of a trial.
 
     Raises:
         ConfigError: The known classes do not allow the folds, or a fold has fewer rows
             than a batch.
     """
-    rows, seed = task.rows, options.config.seed
-    every_row = np.ones(len(rows), dtype=bool)
-    data = sweep_data(task, Unread(rows.images, rows.ids), every_row, options.score)
-    folds = make_folds(data, options.score, options.folds, seed, options.hide)
-    fitting = derives_batch(options.config, asked)
-    check_plans(with_fitting_batch(options, folds) if fitting else options, folds)
+    config = options.config
+    folds = make_folds(data, options.score, options.folds, config.seed, options.hide)
+    if derives_batch(config, asked):
+        options = with_fitting_batch(options, folds)
+    return options, folds, check_plans(options, folds)
+
+
+def unread_data(task: Task) -> SweepData:
+    """Return the data of a sweep whose images are read later, by each trial."""
+    rows = task.rows
+    return sweep_data(task, Unread(rows.images, rows.ids), np.ones(len(rows), bool))
 
 
 def report_on(output: str) -> int:
@@ -281,14 +282,12 @@ def _tell_loggers(config: Config, claim: RunLock, summary: report.Summary) -> No
 
 
 def load_data(
-    options: SweepOptions, task: Task, own_weights: bytes | None, storage: Storage
+    options: SweepOptions, task: Task, own_weights: bytes | None
 ) -> SweepData:
     """Read or encode the data that all trials share.
 
     With ``data.loading`` other than ``streaming``, images are decoded into memory, or
-    encoded by a frozen encoder. With ``streaming``, each trial reads the images itself;
-    but the features of a frozen encoder are computed here, and are written to a file
-    that trials map.
+    encoded by a frozen encoder. With ``streaming``, each trial reads the images itself.
 
     Args:
         options: The options of the sweep.
@@ -296,27 +295,16 @@ def load_data(
         own_weights: The pretrained weights of the encoder as a safetensors file, from
             :func:`~uno.session.prepare.starting_weights`; None if it starts without
             such weights.
-        storage: The directory of the sweep, for the file of features.
 
     Returns:
-        The pixels or features in memory, the path of the file of features, or the
-        images that trials read; with the labels that trials may see.
+        The pixels or features in memory, or the images that trials read; with the
+        labels that trials may see.
 
     Raises:
-        ConfigError: The features are in a file, and the directory of the sweep is not
-            on a file system; or too many images cannot be read.
+        ConfigError: Too many images cannot be read.
     """
-    streams, rows = options.config.data.loading == "streaming", task.rows
-    if streams and options.config.model.finetune != "none":
-        return sweep_data(
-            task, Unread(rows.images, rows.ids), np.ones(len(rows), bool), options.score
-        )
-    path = storage.path(FEATURES_FILE)
-    if streams and not storage.is_local:
-        raise ConfigError(
-            f"--output {storage.uri}: features larger than memory need a directory"
-            " to map"
-        )
+    if options.config.data.loading == "streaming":
+        return unread_data(task)
     with (
         tempfile.TemporaryDirectory(prefix="uno-tune-") as folder,
         Progress() as show,
@@ -326,15 +314,11 @@ def load_data(
         if own_weights is not None:
             own.write(PRETRAINED_FILE, own_weights)
         if config.model.finetune == "none":
-            zeros = partial(mapped_zeros, path) if streams else torch.zeros
-            found, reasons = load_features(
-                config, task, own, show, compute=compute, zeros=zeros
-            )
+            found, reasons = load_features(config, task, own, show, compute=compute)
         else:
             found, reasons = load_images(config, task, own, show)
     leave_out_unreadable(reasons, config, task)
-    images: Source = path if streams else found.numpy()
-    return sweep_data(task, images, ok_mask(reasons), options.score)
+    return sweep_data(task, found.numpy(), ok_mask(reasons))
 
 
 @contextmanager
@@ -365,26 +349,6 @@ def _encoding_place(options: SweepOptions) -> Iterator[tuple[Config, Compute]]:
             "compute.device": options.config.compute.device,
         }
         yield override(config, there), partial(compute_on_ray, ray)
-
-
-def mapped_zeros(path: str, shape: tuple[int, ...]) -> Tensor:
-    """Create a ``.npy`` file of float32 zeros, and return it as a memory-mapped tensor.
-
-    The tensor takes no memory of this process. The space is reserved on the disk,
-    because a write through the map to a full disk would end the process.
-
-    Args:
-        path: The path of the file.
-        shape: The shape of the tensor.
-
-    Raises:
-        StorageError: The disk has no space for the file.
-    """
-    with wrap_errors(StorageError, f"write {path}"):
-        values = np.lib.format.open_memmap(path, "w+", np.float32, shape)
-        with open(path, "r+b") as file:
-            reserve_space(file, os.path.getsize(path))
-    return torch.from_numpy(values)
 
 
 def check_options(options: SweepOptions) -> None:
@@ -479,7 +443,6 @@ def open_sweep(
         "space_name": options.space_name,
         "folds": options.folds if options.score == FOLDS else None,
         "hide": options.hide,
-        "seeds": options.seeds,
         "grace_epochs": (
             None if options.scheduler == "none" else options.grace_period(num_epochs)
         ),
@@ -493,7 +456,7 @@ def open_sweep(
     if code := code_of(options.config.model.encoder):
         settings["encoder_code"] = code["code"]
     text = yaml.safe_dump(settings, sort_keys=False, default_flow_style=None, width=110)
-    if not output.holds_output(storage, SETTINGS, "sweep", (FEATURES_FILE,)):
+    if not output.holds_output(storage, SETTINGS, "sweep"):
         return storage.write(SETTINGS, text.encode())
     old, new = records.read_settings(storage), yaml.safe_load(text)
     different = [

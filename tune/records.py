@@ -4,14 +4,12 @@ Only this module knows the layout of the directory of a sweep::
 
     sweep.yaml                   what is searched and how: the same command continues
                                  only a sweep that matches
-    features.npy                 features larger than memory, which trials map; deleted
-                                 at the end
     trials/0007/trial.json       the searched values of a trial
     trials/0007/epochs.jsonl     one line an epoch, written by the trial
     trials/0007/failure.json     why it failed, written by the trial if it still could
     trials/0007/result.json      written last, by the driver: finished, stopped or
                                  failed
-    trials/0007/<fold>-seed<n>/  its checkpoints; deleted with the result
+    trials/0007/<fold>/          its checkpoints; deleted with the result
     pretrain/<hash>/             a pretraining, shared by the trials that do not change
                                  it
 """
@@ -31,7 +29,6 @@ from uno.runs.journal import read_journal
 from uno.runs.lock import ClaimedStorage
 
 SETTINGS = "sweep.yaml"
-FEATURES_FILE = "features.npy"
 FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
 
 
@@ -94,19 +91,11 @@ class Trial:
 
     @property
     def score(self) -> float:
-        """The score of this trial after its last epoch, the mean over folds and seeds.
+        """The score of this trial after its last epoch, the mean over folds.
 
         A higher score is better. It is NaN if no epoch has ended.
         """
         return float(self._last["score"])
-
-    @property
-    def spread(self) -> float:
-        """The standard deviation over seeds of this trial's score after its last epoch.
-
-        It is NaN if the trial was trained with one seed.
-        """
-        return float(self._last.get("spread", math.nan))
 
     @property
     def standard_error(self) -> float:

@@ -27,6 +27,7 @@ NAMESPACE, HERE, THERE = "uno-test", "uno-here", "uno-there"
 DASHBOARD, AGENT = 8269, 8270  # a node whose agent finds its port taken takes no jobs
 TOKENS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")
 STORE_BYTES = 100 * 2**20
+NODE_SECONDS = 300.0  # until a node has joined, on a busy machine
 DRAIN = """
 import sys, time
 from ray._raylet import GcsClient
@@ -112,15 +113,12 @@ class Raylets:
             f"--node-ip-address={self.host}",
             "--port=6391",
             "--num-gpus=0",
+            # another cluster of this machine may have the usual port
+            f"--dashboard-port={DASHBOARD}",
+            f"--dashboard-agent-listen-port={AGENT}",
+            f"--include-dashboard={str(takes_jobs).lower()}",
         ]
-        dashboard = (
-            [f"--dashboard-port={DASHBOARD}"]
-            if takes_jobs
-            else ["--include-dashboard=false"]
-        )
-        self._spawn(
-            [*place, *dashboard, f"--dashboard-agent-listen-port={AGENT}"], cpus
-        )
+        self._spawn(place, cpus)
         wait_for(lambda: socket.socket().connect_ex((self.host, 6391)) == 0)
         self.env["RAY_ADDRESS"] = self.address
 
@@ -136,7 +134,7 @@ class Raylets:
         where.append(f"--num-gpus={gpus}")
         self._spawn(where, cpus, hidden if there else None)
         log = Path(f"{self._folder}/{len(self._processes) - 1}.log")
-        wait_for(lambda: "Ray runtime started" in log.read_text())
+        wait_for(lambda: "Ray runtime started" in log.read_text(), NODE_SECONDS)
 
     def lose(self) -> None:
         """SIGKILL to the raylet of the node that joined last; returns once its
@@ -214,16 +212,6 @@ def head(cpus: int, takes_jobs: bool = False) -> Iterator[Raylets]:
         finally:
             raylets.end()
     shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def two_nodes(hidden: Path, cpus: tuple[int, int] = (4, 3)) -> Iterator[Raylets]:
-    """A head, and a node that does not see the directory ``hidden`` if it is on a
-    second machine.
-    """
-    with head(cpus[0]) as raylets:
-        raylets.join(cpus[1], hidden)
-        yield raylets
 
 
 class Command:

@@ -4,7 +4,6 @@ end.
 
 import errno
 import io
-import signal
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
@@ -52,25 +51,6 @@ def test_dispatch_help_and_version(commands, capsys, monkeypatch):
     # no success
     assert cli.main([]) == 2 and "usage: uno COMMAND" in capsys.readouterr().out
     assert cli.main(["--version"]) == 0 and capsys.readouterr().out.startswith("uno 0.")
-
-
-def test_ctrl_c_while_python_ends_is_too_late(commands, capsys, monkeypatch):
-    """Kills: the traceback of an exit handler after the results; a caller in Python
-    who is left deaf.
-    """
-    before, states = signal.getsignal(signal.SIGINT), []
-    monkeypatch.setattr(sys, "argv", ["uno", "discover", "--seed", "2"])
-    try:
-        assert cli.main(sys.argv[1:]) == 0
-        states.append(signal.getsignal(signal.SIGINT))
-        assert cli.main() == 0
-        states.append(signal.signal(signal.SIGINT, before))
-        assert cli.run(lambda argv: ok(argv[1:])) == 0
-        states.append(signal.getsignal(signal.SIGINT))
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert states == [before, signal.SIG_IGN, signal.SIG_IGN]
-    assert capsys.readouterr().out == 3 * "ran with --seed 2\n"
 
 
 @pytest.mark.parametrize(
@@ -205,19 +185,6 @@ def test_nothing_heavy_is_imported_before_there_is_work(code, heavy):
         " not found, found"
     )
     assert done.returncode == 0, done.stderr
-
-
-def test_python_m_pipelines_is_uno():
-    """As a job that Ray starts is written. Kills: another exit code, a command that
-    only `uno` has.
-    """
-    words = [sys.executable, "-m", "pipelines", "estimate-classs"]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=60)
-    line = (
-        "uno: error: unknown command 'estimate-classs'; did you mean"
-        " 'estimate-classes'?\n"
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,11 @@
 """cluster.yaml and its relatives, as Ray would read them, without a cloud."""
 
 import os
-import re
-import shlex
 import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 import yaml
@@ -45,41 +41,6 @@ def test_the_cluster_files_fit_rays_schema(name):
         "--dashboard-host=127.0.0.1" in command
         for command in prepared["head_start_ray_commands"]
     )
-
-
-@pytest.mark.release
-def test_the_spot_market_is_asked_first():
-    """By Ray's own scheduler, and for its priority alone. Kills: nodes paid on demand
-    while there are cheaper, priorities that are equal.
-    """
-    from ray.autoscaler.v2.instance_manager.config import NodeTypeConfig
-    from ray.autoscaler.v2.scheduler import ResourceDemandScheduler, SchedulingRequest
-    from ray.autoscaler.v2.utils import ResourceRequestUtil
-
-    types = yaml.safe_load((ROOT / "cluster.yaml").read_text())["available_node_types"]
-    demand = ResourceRequestUtil.make({"CPU": 1, "GPU": 1})
-
-    def asked(sign):
-        configs = {
-            name: NodeTypeConfig(
-                name,
-                kind["min_workers"],
-                kind["max_workers"],
-                resources=kind["resources"],
-                priority=sign * kind.get("priority", 0),
-            )
-            for name, kind in types.items()
-        }
-        request = SchedulingRequest(
-            node_type_configs=configs,
-            max_num_nodes=5,
-            disable_launch_config_check=True,
-            resource_requests=ResourceRequestUtil.group_by_count([demand, demand]),
-        )
-        reply = ResourceDemandScheduler(None).schedule(request)
-        return [(launch.instance_type, launch.count) for launch in reply.to_launch]
-
-    assert asked(1) == [("gpu_spot", 1)] and asked(-1) == [("gpu", 1)]
 
 
 def test_a_log_that_grows_changes_no_package(tmp_path):
@@ -169,78 +130,6 @@ def test_the_fake_cluster_grows_for_a_job(tmp_path):
     finally:
         end_processes_of([head], address)
         shutil.rmtree(env["RAY_TMPDIR"], ignore_errors=True)
-
-
-@pytest.mark.release
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "line",
-    [
-        "ray symmetric-run --address {address} {limits} -- {uno}",
-        "ray start --head --node-ip-address {host} --port {port} {limits} && {uno}",
-    ],
-)
-def test_a_cluster_that_rays_own_commands_start_is_found(tmp_path, line):
-    """In a PID namespace: `ray symmetric-run` ends with `ray stop`, which stops all of
-    Ray that it sees. Kills: a second cluster beside theirs, a run that fails within it.
-    """
-    alone = [
-        "unshare",
-        "--map-root-user",
-        "--pid",
-        "--fork",
-        "--mount-proc",
-        "--kill-child",
-    ]
-    if (
-        shutil.which("unshare") is None
-        or subprocess.run([*alone, "true"], capture_output=True).returncode
-    ):
-        pytest.skip("needs PID namespaces")
-    # short, for its sockets
-    port, folder = free_port(), tempfile.mkdtemp(prefix="uno-ray-", dir="/tmp")
-    uno = [
-        "python",
-        "-m",
-        "pipelines",
-        "pretrain",
-        *SMALL,
-        "--workers",
-        "1",
-        "--max-steps",
-        "3",
-    ]
-    words = {
-        "uno": shlex.join([*uno, "--output", str(tmp_path / "run")]),
-        "host": "127.0.0.1",
-        "port": port,
-    }
-    words["limits"] = (
-        "--num-cpus=2 --object-store-memory=100000000 --include-dashboard=false"
-    )
-    words["address"] = f"127.0.0.1:{port}"
-    env = os.environ | {"RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": folder}
-    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
-    env.pop("RAY_ADDRESS", None)
-    try:
-        done = subprocess.run(
-            [*alone, "sh", "-c", line.format(**words)],
-            env=env,
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert re.search(
-            rf"requesting 1 worker from the Ray cluster at \S+:{port};", done.stdout
-        )
-        assert f"finished: {tmp_path / 'run'}" in done.stdout
-        assert len([*Path(folder).glob("ray/session_*/logs/gcs_server.out")]) == 2, (
-            "one, and session_latest"
-        )
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def end_processes_of(started: list[subprocess.Popen], address: str) -> None:

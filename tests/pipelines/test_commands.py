@@ -9,14 +9,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from urllib.error import URLError
 
 import numpy as np
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file, save_file
 
 from pipelines import cli, ray_env
 from tests.pipelines.small import (
@@ -28,14 +26,13 @@ from tests.pipelines.small import (
     signal_at,
     write_images,
 )
-from uno import objective
 from uno.config import field_names
 from uno.data import memory
 from uno.data.files import Storage
 from uno.runs import lock
 from uno.runs import run as training
 from uno.runs.checkpoint import checkpoint_steps
-from uno.session import backend, prepare, resources
+from uno.session import backend, resources
 
 DISCOVER = ["discover", *SMALL]
 
@@ -141,52 +138,6 @@ def test_own_images_without_weights_and_network_are_one_line(
     encoder = "--model.encoder torchvision:efficientnet_b0 --weights FILE"
     assert encoder in line and "--preset scratch" in line
     assert not (tmp_path / "run").exists()
-
-
-def test_unreadable_images_are_left_out_and_listed_or_stop_the_run(tmp_path, capsys):
-    folder = write_images(tmp_path / "images", {"cat": 20, "dog": 20, "emu": 20})
-    (folder / "emu" / "7.png").write_text("not an image")
-    listed = tmp_path / "run/bad_samples.jsonl"
-    argv = [
-        "discover",
-        "--data",
-        f"folder:{folder}",
-        "--output",
-        str(tmp_path / "run"),
-        "--known-classes",
-        "cat,dog",
-        "--batch-size",
-        "16",
-        "--data.stored-size",
-        "8",
-        "--augment.large.size",
-        "8",
-        "--augment.large.crop",
-        "none",
-        "--model.encoder",
-        "resnet_small",
-        "--model.width",
-        "4",
-        "--model.hidden-dim",
-        "16",
-        "--max-steps",
-        "1",
-        "--pretrain.epochs",
-        "1",
-        "--discover.epochs",
-        "1",
-    ]
-    line = refused(capsys, 2, *argv)
-    assert "1 of 60 images are unreadable" in line and str(listed) in line
-    (bad,) = map(json.loads, listed.read_text().splitlines())
-    assert bad["id"].endswith("emu/7.png") and "not a readable" in bad["reason"]
-    assert not (tmp_path / "run/checkpoints").exists()
-    assert cli.main([*argv, "--data.max-bad-fraction", "0.02", "--overwrite"]) == 0
-    said = capsys.readouterr().out
-    assert (
-        f"1 unreadable image left out; see {listed}" in said
-        and "emu/7.png: not a readable" in said
-    )
 
 
 def test_the_run_directory(finished):
@@ -327,21 +278,6 @@ def test_a_run_of_gpu_workers_is_evaluated_and_reported_without_a_gpu(
     assert cli.main(["report", str(run)]) == 0
 
 
-def test_data_check_refuses_an_encoder_that_the_method_would_refuse(capsys):
-    narrow = ("--method", "dtc", "--model.width", "4", "--model.stages", "2")
-    more = ("--known-classes", "first:1")  # nine of ten digits are new
-    line = refused(capsys, 2, "data", "check", *SMALL, *narrow, *more)
-    assert "method dtc" in line and "only 8" in line
-
-
-def test_data_check_refuses_the_weights_that_a_run_would_refuse(tmp_path, capsys):
-    other = tmp_path / "other.safetensors"
-    save_file({"conv1.weight": torch.zeros(1)}, other)
-    for file in (tmp_path / "missing.safetensors", other):
-        line = refused(capsys, 2, "data", "check", *SMALL, "--weights", file)
-        assert str(file) in line
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_missing_device_or_weights_are_named_before_data_is_read(
     finished, tmp_path, capsys, monkeypatch
@@ -364,32 +300,6 @@ def test_a_missing_device_or_weights_are_named_before_data_is_read(
         assert "model.weights: " in refused(capsys, 2, *DISCOVER, "--weights", file)
 
 
-def test_a_dry_run_names_no_file_that_it_deletes(finished, tmp_path, capsys):
-    """Kills: bad_samples.jsonl in a folder that is gone; pretraining in the plan of
-    a run with weights.
-    """
-    source = write_images(tmp_path / "in", {f"class {i}": 15 for i in range(10)})
-    (source / "class 0" / "broken.png").write_bytes(b"no image")
-    words = [
-        "--data",
-        f"folder:{source}",
-        "--known-classes",
-        "first:5",
-        "--data.loading",
-        "memory",
-    ]
-    assert cli.main([*DISCOVER, *words, "--dry-run"]) == 0
-    said = "".join(capsys.readouterr())
-    assert (
-        "1 unreadable image left out; the first: class 0/broken.png" in said
-        and "jsonl" not in said
-    )
-    assert "\npretrain: " in said
-    assert cli.main([*DISCOVER, "--weights", str(finished), "--dry-run"]) == 0
-    said = "".join(capsys.readouterr())
-    assert "\npretrain: " not in said and "\ndiscover: " in said
-
-
 @pytest.mark.slow
 def test_pretrain_then_discover_equals_discover(finished, tmp_path):
     assert cli.main(["pretrain", *SMALL, "--output", str(tmp_path / "run")]) == 0
@@ -410,45 +320,6 @@ def test_weights_replace_pretraining(finished, tmp_path, weights, monkeypatch):
     argv = [*DISCOVER, "--weights", os.path.join("run", weights), "--max-steps", "2"]
     assert cli.main([*argv, "--output", str(tmp_path / "run")]) == 0
     assert {line["phase"] for line in lines_of(tmp_path / "run")} == {"discover"}
-
-
-@pytest.mark.slow
-def test_the_librarys_own_weights_are_fetched_once_and_kept(
-    finished, tmp_path, monkeypatch
-):
-    """Kills: a resumed run, or a dry one of it, that fetches; weights that are
-    fetched and not used.
-    """
-    theirs, fetched, run = (
-        finished / "model" / "encoder.safetensors",
-        [],
-        tmp_path / "run",
-    )
-    monkeypatch.setattr(
-        prepare,
-        "fetch_pretrained",
-        lambda name: fetched.append(name) or theirs.read_bytes(),
-    )
-    argv = [
-        *DISCOVER,
-        "--weights",
-        "pretrained",
-        "--model.finetune",
-        "none",
-        "--max-steps",
-        "1",
-    ]
-    argv += ["--output", str(run)]
-    assert cli.main(argv) == 0 and {line["phase"] for line in lines_of(run)} == {
-        "discover"
-    }
-    (run / "metrics.json").unlink()
-    assert cli.main([*argv, "--dry-run"]) == 0
-    assert fetched == ["resnet_small"]
-    kept, expected = load_file(run / "model" / "encoder.safetensors"), load_file(theirs)
-    assert kept.keys() == expected.keys() and all(
-        torch.equal(kept[k], v) for k, v in expected.items()
-    )
 
 
 @pytest.mark.slow
@@ -651,75 +522,3 @@ def test_storage_that_cannot_be_written_is_code_4(tmp_path, capsys):
     assert (
         capsys.readouterr().err.splitlines()[-1].startswith("uno: error: cannot write ")
     )
-
-
-@pytest.mark.slow
-def test_num_novel_auto_takes_the_suggested_number(tmp_path, capsys, monkeypatch):
-    """Kills: the point estimate instead of the suggested number, 'auto' left in the
-    stored configuration.
-    """
-
-    def estimate(config, *_, **more):
-        Storage(config.output).write("estimate.json", b'{"suggested": 4}')
-        return SimpleNamespace(num_novel=3, suggested=4)
-
-    monkeypatch.setattr("uno.session.prepare.estimate_classes", estimate)
-    output = tmp_path / "run"
-    command = [
-        *DISCOVER,
-        "--workers",
-        "0",
-        "--num-novel",
-        "auto",
-        "--output",
-        str(output),
-    ]
-    assert cli.main(command) == 0
-    assert "num_novel: 4" in (output / "config.yaml").read_text()
-    assert json.loads((output / "estimate.json").read_text()) == {"suggested": 4}
-    assert (
-        len(json.loads((output / "model" / "classes.json").read_text())["classes"]) == 9
-    )
-    capsys.readouterr()
-    assert cli.main(command) == 0
-    assert "nothing is trained again" in capsys.readouterr().out
-    assert cli.main([*command, "--dry-run"]) == 2
-
-
-@pytest.mark.release
-def test_a_run_in_this_process_works_under_pdb(tmp_path):
-    """It stops in a step and then reaches its end. Kills: steps in a thread or a
-    process that a debugger does not see, a signal handler that cannot be set under it.
-    """
-    code, output = objective.unified_objective.__code__, tmp_path / "run"
-    first = min(
-        line for *_, line in code.co_lines() if line and line > code.co_firstlineno
-    )
-    asked = [
-        f"break {code.co_filename}:{first}",
-        "continue",
-        "p 'at step', state.step",
-        "clear 1",
-        "continue",
-    ]
-    words = [
-        "-m",
-        "pdb",
-        *(word for each in asked for word in ("-c", each)),
-        "-m",
-        "pipelines",
-        *DISCOVER,
-    ]
-    ended = subprocess.run(
-        [sys.executable, *words, "--max-steps", "2", "--output", str(output)],
-        cwd=ROOT,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        timeout=800,
-    )
-    assert (
-        "('at step', 0)" in ended.stdout
-        and "via sys.exit(). Exit status: 0" in ended.stdout
-    )
-    assert (output / "metrics.json").exists() and (output / "report.html").exists()

@@ -4,7 +4,6 @@ import csv
 import io
 import os
 import re
-import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -131,20 +130,3 @@ def test_a_table_for_spreadsheets_has_no_formula(run, tmp_path, monkeypatch):
     column = pa.array([*names, None, "", "a=1", "\tx"])
     found = _without_formulas(column).to_pylist()
     assert found == ["'=1+1", "Gehäuse", "'-cmd", "'@a", "'+1", None, "", "a=1", "'\tx"]
-
-
-def test_printed_commands_can_be_copied(run, tmp_path, capsys):
-    """A path with a space and a quote is one word of each command."""
-    copy = tmp_path / "my 'run'"
-    shutil.copytree(run, copy)
-    (copy / "classes.yaml").unlink(missing_ok=True)
-    data = ["--data", f"vectors:{run.parent / 'v.npy'}", "--num-novel", "2"]
-    assert cli.main(["discover", *data, "--output", str(copy)]) == 0
-    assert cli.main(["classes", str(copy)]) == 0
-    said = capsys.readouterr().out.splitlines()
-    commands = [line[line.index(" uno ") :] for line in said if " uno " in line]
-    words = [shlex.split(command) for command in commands]
-    assert [line[1] for line in words] == ["classes", "predict", "classes"]
-    assert all(line[2] == str(copy) for line in words)
-    report = next(line for line in said if line.startswith("next: open "))
-    assert shlex.split(report)[2] == str(copy / "report.html")

@@ -1,11 +1,8 @@
-"""Real workers that are killed, and a disk that fills up under a run on Ray."""
+"""Real workers that are killed."""
 
 import os
-import re
 import signal
-import subprocess
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -41,31 +38,3 @@ def test_a_killed_worker_is_replaced(two, tmp_path, caplog):
         in caplog.text
     )
     assert_as_undisturbed(run, two)
-
-
-@pytest.mark.release
-def test_a_full_disk(two, tmp_path, capsys):
-    """Exit 4 and one line; with room again the same command goes on."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if os.getuid() or not mount(disk, "size=100k", "-t", "tmpfs", "tmpfs"):
-        pytest.skip("only root may mount a small file system")
-    command = ["demo", *LONG, "--output", str(disk / "run")]
-    try:
-        assert cli.main(command) == 4
-        err = capsys.readouterr().err
-        assert re.search(
-            r"error: cannot write .*No space left on device", err.splitlines()[-1]
-        )
-        assert "Traceback" not in err
-        assert mount(disk, "remount,size=1g,rw")
-        assert cli.main(command) == 0
-        assert_as_undisturbed(disk / "run", two)
-    finally:
-        subprocess.run(["umount", "--lazy", str(disk)], check=True)
-
-
-def mount(folder: Path, options: str, *what: str) -> bool:
-    """Mount a file system; return whether it worked: a container may forbid it."""
-    command = ["mount", "-o", options, *what, str(folder)]
-    return subprocess.run(command, capture_output=True).returncode == 0

@@ -6,7 +6,6 @@ import os
 import socket
 import sys
 import time
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -15,12 +14,8 @@ import torch
 from pipelines import ray_env, train
 from pipelines.backend import RayBackend
 from tests.pipelines.small import wait_for
-from tests.uno.small_run import small_config
 from uno.config import Config, override
 from uno.data.files import Storage
-from uno.data.memory import RowBlocks
-from uno.data.sources import read_rows
-from uno.data.splits import make_task
 from uno.errors import ConfigError, Interrupted
 from uno.runs.lock import lock_run
 from uno.session.run import Run
@@ -42,11 +37,11 @@ def driver(tmp_path, monkeypatch):
         def send_token(self, group, token):
             tokens.append((group, token))
 
-    def fit(train_loop, loop, scaling, settings):
+    def fit(config, resources, loop):
         wait_for(lambda: not left or not isinstance(left[0], tuple), pause=0.01)
         if not left:
             time.sleep(60)
-        return SimpleNamespace(return_value=left[0])
+        return left[0]
 
     left, tokens, shown, stopped = [], [], [], []
     monkeypatch.setattr(train, "Messages", Script)
@@ -242,64 +237,6 @@ def test_a_head_that_ray_start_has_started_is_found(monkeypatch, tmp_path):
     assert ray_env.cluster_address() is None
     monkeypatch.setattr(os, "environ", {"RAY_TMPDIR": str(tmp_path / "none")})
     assert ray_env.cluster_address() is None
-
-
-def test_a_private_cluster_uses_no_token(monkeypatch):
-    started = []
-    ray = SimpleNamespace(
-        is_initialized=lambda: False, shutdown=lambda: None, exceptions=None
-    )
-    ray.init = lambda **options: started.append(
-        (options["address"], os.environ["RAY_AUTH_MODE"], options)
-    )
-    monkeypatch.setitem(sys.modules, "ray", ray)
-    monkeypatch.setattr(os, "environ", {})
-    for keep_idle in (True, False):
-        with ray_env.connect(keep_idle=keep_idle):
-            pass
-    assert [facts[:2] for facts in started] == [("local", "disabled")] * 2
-    assert [options.get("_system_config") for *_, options in started] == [
-        None,
-        {"num_workers_soft_limit": 0},
-    ]
-
-
-@pytest.mark.parametrize("loading", ["memory", "streaming"])
-def test_images_stay_in_rays_store_as_long_as_they_are_used(
-    tmp_path, monkeypatch, loading
-):
-    """Kills: a store that is gone, or another's, while rows are predicted; a copy of
-    it; a cluster that idles where nothing is in it; processes that decoded and stay, or
-    that crop and go.
-    """
-    events, kept = [], RowBlocks([torch.zeros(400, 3, 8, 8, dtype=torch.uint8)])
-
-    @contextmanager
-    def connect(store, workers, keep_idle):
-        yield SimpleNamespace(cluster_resources=dict, get=lambda images: images)
-        events.append(("closed", keep_idle))
-
-    monkeypatch.setattr(train.ray_env, "connect", connect)
-    monkeypatch.setattr(train.ray_env, "worker_resources", lambda *_: {"CPU": 1.0})
-    monkeypatch.setattr(train.nodes, "wait_for_resources", lambda *_: {"CPU": 1.0})
-    monkeypatch.setattr(train, "run_workers", lambda *_: {})
-    facts = {
-        "decode_task": (None, [None] * 400),
-        "shared": {"images": []},
-        "pixels_of": kept,
-    }
-    for name, found in facts.items():
-        monkeypatch.setattr(train.ray_data, name, lambda *_, found=found: found)
-    config = small_config(compute__num_workers=2, data__loading=loading)
-    task = make_task(read_rows(config.data), config.data)
-    run = Run(config, Storage(str(tmp_path)), RayBackend(), task)
-    with run.locked():
-        train.run_on_ray(run, lambda metrics: None)
-        streams = loading == "streaming"
-        assert events == ([("closed", True)] if streams else [])
-        found = run.task
-        assert found is task if streams else found.rows.images.values is kept
-    assert events == [("closed", streams)]
 
 
 @pytest.mark.parametrize(

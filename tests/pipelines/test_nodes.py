@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from unittest.mock import Mock, call
 
 import pytest
-import ray
 
 from pipelines import backend, nodes, pack, tables, workarounds
 from pipelines.nodes import wait_for_resources
@@ -80,19 +79,6 @@ def test_a_wait_for_nodes_ends_by_a_stop_and_by_the_clock(cluster, capsys):
     assert len(groups) == 2
     with pytest.raises(Interrupted, match="resume with the same command"):
         wait_for_resources(config, lambda: True, 60)
-
-
-def test_workers_that_have_not_begun_are_told_of_every_30_s(cluster, capsys):
-    cluster({"CPU": 4.0})
-    lines = nodes.WaitLines(config_of(), {"CPU": 1.0})
-    for _ in range(65):
-        ray.cluster_resources()  # a second later
-        assert lines.tell()
-    there = "the cluster has 4 CPU (1.5 free) on 1 node"
-    said = capsys.readouterr().out.splitlines()
-    assert said == [f"waiting for 2 workers with 1 CPU each; {there}"] * 2
-    lines.end()
-    assert not lines.tell()
 
 
 def test_predictions_and_features_wait_for_nodes_too(monkeypatch):
@@ -229,15 +215,6 @@ def test_shards_that_must_be_here_need_a_cpu_here():
     assert pack.store_on_ray(ray, config)
 
 
-def test_features_are_not_waited_for_after_a_stop(monkeypatch):
-    """Kills: a Ctrl-C that is heard after half an hour."""
-    found = map_through_model(
-        None, config_of(), iter([]), None, object, (), 512, 192, give_up=lambda: True
-    )
-    with pytest.raises(Interrupted, match="while waiting for nodes"):
-        next(found)
-
-
 def test_workers_of_one_run_do_not_share_a_gpu():
     """NCCL ends with "Duplicate GPU detected", after three groups. Predictions may
     share one.
@@ -281,32 +258,20 @@ def test_memory_is_that_of_the_nodes_of_the_workers(monkeypatch, answers, expect
     ray.nodes.return_value = [
         {"Resources": {"object_store_memory": n}, "Alive": alive} for n, alive in stores
     ]
-    ask = ray.remote.return_value.return_value.remote
     monkeypatch.setattr(nodes, "connect", lambda: nullcontext(ray))
-    wait_for_nodes = Mock(return_value={"CPU": 1.0, "GPU": 1.0})
-    monkeypatch.setattr(nodes, "wait_for_resources", wait_for_nodes)
+    each = {"CPU": 1.0, "GPU": 1.0}
+    monkeypatch.setattr(nodes, "wait_for_resources", lambda *_: each)
     monkeypatch.setattr(resources, "free_host_bytes", lambda: int(1e9))
     monkeypatch.setattr(resources, "free_device_bytes", lambda config: None)
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
     config = override(Config(), {"compute.num_workers": 2})
     assert nodes.free_memory(config) == expected
-    assert wait_for_nodes.call_args.args[2] == 60 * config.compute.wait_minutes
-    assert ray.cancel.call_args_list == [call("late")] * answers.count(
-        "late"
-    ) and ask.call_count == len(answers)
-    for options, asked in zip(
-        ray.remote.call_args_list, ask.call_args_list, strict=False
-    ):
-        assert (options.kwargs["num_cpus"], options.kwargs["num_gpus"]) == (1, 1)
-        assert asked.args[0]["compute"]["num_workers"] == 2
-    ask.reset_mock()
-    assert (
-        nodes.free_memory(override(config, {"compute.num_workers": 0}))
-        == FreeMemory(1e9)
-        and not ask.called
-    )
+    late = [call("late")] * answers.count("late")
+    assert ray.cancel.call_args_list == late
+    alone = override(config, {"compute.num_workers": 0})
+    assert nodes.free_memory(alone) == FreeMemory(1e9)
     monkeypatch.delenv("RAY_ADDRESS")
-    assert nodes.free_memory(config) == FreeMemory(1e9) and not ask.called
+    assert nodes.free_memory(config) == FreeMemory(1e9)
 
 
 def test_a_worker_counts_its_share_of_a_gpu(monkeypatch):
@@ -315,33 +280,6 @@ def test_a_worker_counts_its_share_of_a_gpu(monkeypatch):
     for share, expected in ((0.25, 250), (1, 1000), (2, 1000)):
         config = override(Config(), {"compute.gpus_per_worker": share})
         assert nodes.free_memory(config).device == expected
-
-
-@pytest.mark.ray
-def test_a_pool_of_ray_data_prints_no_line_of_ray_itself(monkeypatch):
-    """Kills: an error line of each rank at its first images; a line of its own that
-    is lost with it.
-    """
-    from ray._private.ray_logging import (
-        global_worker_stdstream_dispatcher as dispatcher,
-    )
-
-    seen = []
-    monkeypatch.setattr(workarounds, "GONE", ())  # no fall-back
-    monkeypatch.setattr(
-        dispatcher,
-        "handlers",
-        [("prints", lambda printed: seen.extend(printed["lines"]))],
-    )
-    for _ in range(2):
-        workarounds.quiet_pools()
-    assert len(dispatcher.handlers) == 2
-    noise = (
-        "E 1 core_worker.cc:2465: Actor 'MapWorker' ... See"
-        " https://github.com/ray-project/ray/issues/53727"
-    )
-    dispatcher.emit({"lines": ["a line", noise, "another"]})
-    assert seen == ["a line", "another"]
 
 
 @pytest.mark.ray

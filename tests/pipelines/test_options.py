@@ -11,9 +11,9 @@ import pytest
 from pydantic import PositiveInt
 
 from pipelines.commands import DATA, DEMO, DISCOVER, ESTIMATE, PREDICT
-from pipelines.options import Argument, Command, parse, schema_flags, switch
+from pipelines.options import Argument, Command, parse, switch
 from tune.sweep import TUNE
-from uno.config import Config, config_hash, field_names, flatten, to_dict
+from uno.config import Config, config_hash, flatten, to_dict
 from uno.errors import ConfigError
 from uno.presets import preset
 from uno.session import configure
@@ -237,28 +237,6 @@ def test_labeled_rows_of_own_images_are_held_out(argv, share):
     benchmark's rows.
     """
     assert config(*argv.split()).data.validation_fraction == share
-
-
-def test_every_field_is_a_flag_and_short_forms_are_frozen():
-    flags = {name: flag.key for name, flag in schema_flags()}
-    assert sorted(set(flags.values())) == sorted(field_names())
-    short = {name: key for name, key in flags.items() if "." not in name and "." in key}
-    assert short == {
-        "--data": "data.source",
-        "--labeled": "data.labeled",
-        "--unlabeled": "data.unlabeled",
-        "--known-classes": "data.known_classes",
-        "--num-novel": "data.num_novel",
-        "--limit": "data.limit",
-        "--setting": "data.setting",
-        "--batch-size": "train.batch_size",
-        "--max-steps": "train.max_steps",
-        "--device": "compute.device",
-        "--workers": "compute.num_workers",
-        "--gpus-per-worker": "compute.gpus_per_worker",
-        "--weights": "model.weights",
-        "--report-to": "train.report_to",
-    }
 
 
 @pytest.mark.parametrize(

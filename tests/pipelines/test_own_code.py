@@ -2,7 +2,6 @@
 without Ray.
 """
 
-import json
 import pickle
 import re
 import shutil
@@ -26,10 +25,8 @@ from tune.sweep import TUNE
 from uno.config import field_traits, override
 from uno.data.sources import read_digits
 from uno.errors import ConfigError, Interrupted
-from uno.presets import preset
 from uno.reproduce.experiments import build, cells
 from uno.results import predictions
-from uno.runs import run
 from uno.session.configure import configure, from_keywords
 
 PRETEXT = '''"""Is the image negated?"""
@@ -210,19 +207,6 @@ def test_code_in_a_directory_of_unknown_origin_is_not_imported(
         )
 
 
-def test_the_phases_follow_from_weights_and_pretext_epochs():
-    config = preset("digits")
-    assert run.list_phases(config) == ("pretrain", "discover")
-    assert run.list_phases(override(config, {"pretext.epochs": 1})) == (
-        "pretext",
-        "pretrain",
-        "discover",
-    )
-    assert run.list_phases(override(config, {"model.weights": "elsewhere"})) == (
-        "discover",
-    )
-
-
 LAYERS = """
 from torch import nn
 
@@ -360,29 +344,3 @@ def test_a_table_of_an_encoder_of_other_code_has_other_cells(here):
     other = request([*words, *ENCODER]).cells[0]
     assert cell.config == other.config
     assert cell.name != other.name and cell.start != other.start
-
-
-@pytest.mark.release
-def test_an_estimate_by_an_encoder_of_other_code_is_made_anew(here):
-    """Kills: a number of classes that features of an encoder had which is no more."""
-    words = [
-        "estimate-classes",
-        *SMALL,
-        *ENCODER,
-        "--known-classes",
-        "first:6",
-        "--max-steps",
-        "2",
-        "--num-splits",
-        "1",
-        "--max-novel",
-        "2",
-        "--output",
-        "estimate",
-    ]
-    found = list[str]()
-    for change in ("", "", ".flip(2)"):
-        write_encoder(change)
-        assert cli.main(words) == 0
-        found.append(json.loads(Path("estimate/estimate.json").read_text())["key"])
-    assert found[0] == found[1] != found[2]

@@ -14,7 +14,6 @@ from tests.pipelines.small import SMALL, refused
 from tests.uno.data.builders import write_images
 from uno.config import Config, differing_keys, dump_yaml, override, to_dict
 from uno.data.embeddings import given_vectors
-from uno.presets import preset
 from uno.results.trust import verdict
 from uno.session.derive import resolve
 
@@ -151,56 +150,6 @@ def test_the_checks_are_of_the_method_that_a_run_takes(tmp_path, capsys):
         f"({60 * 4 * 16 / 1000:g} kB of features" in text and "batch size" not in text
     )
     assert "batch size: " in said(capsys, *argv, "--method", "uno")
-
-
-def test_a_run_that_goes_on_holds_out_what_it_held_out(tmp_path):
-    """Kills: a run that is refused for a share nobody asked for again; one that was
-    asked for, ignored.
-    """
-    folder = tmp_path / "data"
-    write_images(folder, [f"{name}/{i}.png" for name in "ab" for i in range(12)])
-    data = {"data.source": f"folder:{folder}"}
-    data |= {
-        "data.known_classes": "a",
-        "data.validation_fraction": 0.1,
-        "data.stored_size": 8,
-    }
-    config = override(
-        Config(), {**data, "output": str(tmp_path / "run"), "compute.device": "cpu"}
-    )
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.yaml").write_text(
-        "data: {loading: auto, setting: ncd, validation_fraction: 0.2}"
-    )
-    found = [
-        resolve(config, given, overwrite)[0]
-        for overwrite, given in ((0, ()), (0, data), (1, ()))
-    ]
-    assert [one.data.validation_fraction for one in found] == [0.2, 0.1, 0.1]
-
-
-def test_a_batch_of_the_preset_photos_fits_the_data(tmp_path, capsys):
-    """Kills: 300 photographs that are refused for the preset's batch; a size given
-    or begun with, changed.
-    """
-    folder, run = tmp_path / "data", tmp_path / "run"
-    write_images(folder, [f"{name}/{i}.png" for name in "ab" for i in range(20)])
-    data = {
-        "data.source": f"folder:{folder}",
-        "data.known_classes": "a",
-        "data.validation_fraction": 0.1,
-    }
-    config = override(
-        preset("photos"), data | {"output": str(run), "data.stored_size": 8}
-    )
-    assert resolve(config, ())[0].train.batch_size == 36
-    assert "batch size: 36 of 36 images" in capsys.readouterr().out
-    assert resolve(config, ["train.batch_size"])[0].train.batch_size == 512
-    run.mkdir()
-    (run / "config.yaml").write_text(
-        "{data: {loading: auto, setting: ncd}, train: {batch_size: 20}}"
-    )
-    assert resolve(config, ())[0].train.batch_size == 20
 
 
 def test_a_run_on_own_images_goes_on_with_what_they_decided(

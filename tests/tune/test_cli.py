@@ -15,7 +15,6 @@ from tune.driver import sweep_options
 from tune.score import make_folds
 from tune.sweep import TUNE, main
 from uno.config import override
-from uno.data.files import Storage
 from uno.encoders.weights import PRETRAINED_FILE
 from uno.errors import ConfigError, NumericsError
 from uno.session.data import read_task
@@ -42,7 +41,7 @@ BAD = (
     " 0,--dry-run"
 )
 USELESS = (
-    "--trials 0,--folds 0,--seeds 0,--folds 9,--hide 1,--hide"
+    "--trials 0,--folds 0,--folds 9,--hide 1,--hide"
     " 5,--weights /some/run,--discover.epochs 0,--train.batch-size"
     " 5000,--data.known-classes first:2,--score agreement --model.num-heads 1"
 )
@@ -102,23 +101,6 @@ def test_a_sweep_of_failures_says_why(tmp_path):
         NumericsError, match=r"every trial failed, .* first reason: not finite"
     ):
         driver.run_sweep(options)
-
-
-def test_a_sweep_that_goes_on_holds_out_what_it_held_out(tmp_path):
-    """Kills: an old sweep refused for a changed default, a share that was asked for
-    and is ignored.
-    """
-    fake_sweep(tmp_path, tiny_options(tmp_path), [])
-    by_default, asked = (
-        tiny_options(tmp_path),
-        tiny_options(tmp_path, "--data.validation-fraction", "0.1"),
-    )
-    by_default = by_default._replace(config=asked.config)
-    found = [
-        driver.open_sweep_data(options)[0].config.data.validation_fraction
-        for options in (by_default, asked)
-    ]
-    assert found == [0, 0.1]
 
 
 @pytest.mark.parametrize(
@@ -183,9 +165,7 @@ def test_own_images_decide_for_a_sweep_as_for_a_run(tmp_path, monkeypatch):
     found, task = driver.open_sweep_data(options)
     assert found.config.augment.large.size == found.overrides["data.stored_size"] == 12
     assert found.config.discover.epochs == 18
-    folds = make_folds(
-        driver.load_data(found, task, None, Storage(str(tmp_path))), "folds", 2, 0
-    )
+    folds = make_folds(driver.load_data(found, task, None), "folds", 2, 0)
     fitted = driver.with_fitting_batch(
         found._replace(config=override(found.config, {"train.batch_size": 500})), folds
     )

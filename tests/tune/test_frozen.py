@@ -2,10 +2,6 @@
 nothing pretrained.
 """
 
-import errno
-import mmap
-import os
-import resource
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,12 +14,10 @@ import torch
 
 from pipelines import cli
 from pipelines.options import parse
-from tests.forked import forked
 from tests.tune.tiny import claimed, folds_of, frozen_options, run_tiny, tiny_options
 from tests.uno.data.builders import failure
 from tune import AGREEMENT, driver, spaces
 from tune.driver import HERE, load_data, open_sweep, run_sweep, sweep_options
-from tune.score import SweepData
 from tune.sweep import TUNE
 from tune.trial import SweepOptions
 from uno.config import override
@@ -31,7 +25,6 @@ from uno.data import features
 from uno.data.embeddings import given_vectors
 from uno.data.files import Storage
 from uno.encoders.weights import PRETRAINED
-from uno.errors import ConfigError, StorageError
 from uno.runs import DISCOVER, run
 from uno.session import resources
 from uno.session.data import compute_local, read_task
@@ -75,13 +68,11 @@ def vector_options(folder: Path, *more: str) -> SweepOptions:
     return sweep_options(parse([*words, *more], TUNE))
 
 
-def load(options, own_weights=None, storage=None):
+def load(options, own_weights=None):
     config = override(options.config, HERE)
     task = read_task(config.data)
     check_data(config, task)
-    return load_data(
-        options, task, own_weights, storage or Storage(str(options.config.output))
-    )
+    return load_data(options, task, own_weights)
 
 
 def test_trials_and_later_sweeps_share_features_that_are_computed_once(
@@ -122,7 +113,7 @@ def test_trials_and_later_sweeps_share_features_that_are_computed_once(
     "score",
     [
         "folds",
-        *(pytest.param(s, marks=pytest.mark.release) for s in ("agreement", "oracle")),
+        pytest.param("agreement", marks=pytest.mark.release),
     ],
 )
 def test_every_score_is_one_of_features(tmp_path, score):
@@ -236,28 +227,6 @@ def test_what_does_not_fit_is_streamed(
     assert driver.open_sweep_data(make(tmp_path))[0].config.data.loading == "streaming"
 
 
-def test_features_in_a_file_are_those_in_memory(tmp_path):
-    """To the bit. Kills: a file of zeros, of the evaluation views alone, or that a
-    trial loads; training rows of another fold.
-    """
-    found = []
-    for loading in ("memory", "streaming"):
-        options = frozen_options(tmp_path, "--folds", "2", "--data.loading", loading)
-        with claimed(tmp_path / loading) as storage:
-            data = load(options, storage=storage)
-            found.append((data, run_tiny(options, data, storage)))
-    (resident, expected), (mapped, lines) = found
-    assert lines == expected
-    assert mapped.images == str(tmp_path / "streaming/features.npy")
-    assert np.array_equal(np.load(mapped.images), resident.images)
-    train = folds_of(mapped, options.config)[0].train
-    assert train.to("meta").unlabeled_images[:2].device.type == "meta"
-    np.load(mapped.images, mmap_mode="r+")[:] = 0
-    assert not train.unlabeled_images[:].any()  # what was opened before has no copy
-    with pytest.raises(ConfigError, match="need a directory"):
-        load(options, storage=Storage("mock:///sweep"))
-
-
 def test_trials_share_the_vectors_alone(tmp_path):
     """Kills: views of all rows that are computed before trials start."""
     options, _ = driver.open_sweep_data(
@@ -284,147 +253,50 @@ def test_the_workers_of_a_cluster_compute_the_features(tmp_path, monkeypatch):
     monkeypatch.setattr(driver.ray_env, "cluster_address", lambda: "head:6379")
     monkeypatch.setattr(driver.ray_env, "connect", lambda: nullcontext(cluster))
     options = frozen_options(tmp_path, "--folds", "2")
-    with claimed(tmp_path / "s") as storage:
-        load(options, storage=storage)
+    load(options)
     assert asked == [3]
-
-
-def test_features_larger_than_memory_are_never_in_memory(tmp_path):
-    """Of 512 MiB, in a process that may take 128 MiB more. Kills: a file that is
-    loaded, a fold that copies its rows or their evaluation views.
-    """
-    num_rows, options = 2**18, frozen_options(tmp_path)
-    path, labels = str(tmp_path / "features.npy"), np.arange(num_rows) % 6 - 1
-    values = driver.mapped_zeros(path, (num_rows, 1 + 3, 128))
-    assert values.nbytes == 2**29
-    values[::1000, 1:] = 1
-    data = SweepData(path, labels, labels < 0, 5, 5, None)
-
-    def work() -> None:
-        torch.set_num_threads(1)
-        taken = 1024 * int(
-            Path("/proc/self/status").read_text().partition("VmData:")[2].split()[0]
-        )
-        resource.setrlimit(resource.RLIMIT_DATA, (taken + 2**27,) * 2)
-        for fold in folds_of(data, options.config):
-            plan = run.plans(
-                options.config, len(fold.train.labels), fold.train.num_unlabeled, 1
-            )[DISCOVER]
-            views = fold.train.batches(options.config, plan)(0).views
-            assert (
-                views[0].shape == (32, 128)
-                and len(next(fold.scored.batches(64))[0]) > 0
-            )
-        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        with pytest.raises(OSError):  # there is a limit, also beside a heap with holes
-            mmap.mmap(-1, values.nbytes, flags=private)
-
-    assert forked(work) == (0, "")
-
-
-def test_a_disk_without_space_for_features_is_one_line(tmp_path, monkeypatch):
-    """Kills: SIGBUS at the first page that has no place."""
-    monkeypatch.setattr(
-        os, "posix_fallocate", Mock(side_effect=OSError(errno.ENOSPC, "No space left"))
-    )
-    options = frozen_options(tmp_path, "--data.loading", "streaming")
-    with (
-        claimed(tmp_path / "a") as storage,
-        pytest.raises(StorageError, match="No space left"),
-    ):
-        load(options, storage=storage)
-
-
-def test_features_are_mapped_where_space_cannot_be_reserved(tmp_path, monkeypatch):
-    """As on macOS, which has no ``posix_fallocate``."""
-    monkeypatch.delattr(os, "posix_fallocate", raising=False)
-    path = str(tmp_path / "features.npy")
-    assert driver.mapped_zeros(path, (500, 3)).shape == (500, 3)
-    assert np.load(path).shape == (500, 3)
 
 
 @pytest.mark.release
 @pytest.mark.ray
 @pytest.mark.timeout(600)
 def test_a_sweep_on_features(ray_cluster, tmp_path, monkeypatch, computed):
-    """A relative path of weights, trials in other processes and directories, which read
-    a file of features. (For features in memory: a sweep on vectors.) Kills: weights
-    that trials do not find, features that they compute, a file of features that stays.
+    """A relative path of weights, trials in other processes and directories. Kills:
+    weights that trials do not find, features that they compute.
     """
-    words = (
-        "--trials",
-        "3",
-        "--folds",
-        "1",
-        "--scheduler",
-        "none",
-        "--data.loading",
-        "streaming",
-    )
-    options = frozen_options(tmp_path, *words)
+    words = "--trials 3 --folds 1 --scheduler none --data.loading memory"
+    options = frozen_options(tmp_path, *words.split())
     monkeypatch.chdir(tmp_path)
     relative = options._replace(
         config=override(options.config, {"model.weights": "encoder.safetensors"})
     )
     assert run_sweep(relative) == 0
-    assert sorted(computed) == ROWS
-    written = {
-        path.stat().st_mtime for path in (tmp_path / "cache").rglob("*.safetensors")
-    }
     assert run_sweep(relative._replace(trials=4)) == 0
     assert sorted(computed) == ROWS
-    assert written == {
-        path.stat().st_mtime for path in (tmp_path / "cache").rglob("*.safetensors")
-    }
-    assert len(list((tmp_path / "s/trials").glob("*/result.json"))) == 4
-    assert '"failed"' not in "".join(
-        path.read_text() for path in tmp_path.glob("s/trials/*/result.json")
-    )
-    assert (
-        not (tmp_path / "s/pretrain").exists()
-        and not (tmp_path / "s/features.npy").exists()
-    )
+    results = [path.read_text() for path in tmp_path.glob("s/trials/*/result.json")]
+    assert len(results) == 4 and not any('"failed"' in text for text in results)
+    assert not (tmp_path / "s/pretrain").exists()
 
 
 @pytest.mark.release
 @pytest.mark.ray
 @pytest.mark.timeout(600)
-def test_a_sweep_on_vectors(ray_cluster, tmp_path, monkeypatch, capsys):
-    """Of UNO, whose best run is trained by ``uno discover``. Kills: vectors or their
-    views that each trial holds, a best.yaml that leads to the choice, a method that the
-    user is not shown.
+def test_a_sweep_on_vectors(ray_cluster, tmp_path, capsys):
+    """Of UNO, whose best run is trained by ``uno discover``. Kills: a best.yaml that
+    leads to another method, a method that the user is not shown.
     """
-    shared, put = [], ray_cluster.put
-    monkeypatch.setattr(
-        ray_cluster,
-        "put",
-        lambda value, **how: shared.append(value) or put(value, **how),
-    )
     options = vector_options(
         tmp_path, "--trials", "2", "--max-steps", "3", "--scheduler", "none"
     )
     assert run_sweep(options) == 0
-    (data,) = [value for value in shared if isinstance(value, SweepData)]
-    assert [part.shape for part in data.images] == [(240, 16), (240, 6), (240, 6)]
     assert "method: uno; uno discover takes clustering" in capsys.readouterr().out
     results = [path.read_text() for path in tmp_path.glob("s/trials/*/result.json")]
     assert len(results) == 2 and all('"finished"' in text for text in results)
-
-    assert (
-        cli.main(
-            [
-                "discover",
-                "--config",
-                f"{tmp_path}/s/best.yaml",
-                "--output",
-                f"{tmp_path}/run",
-            ]
-        )
-        == 0
-    )
-    metrics = (tmp_path / "run/metrics.json").read_text()
+    best, run = f"{tmp_path}/s/best.yaml", tmp_path / "run"
+    assert cli.main(["discover", "--config", best, "--output", str(run)]) == 0
+    metrics = (run / "metrics.json").read_text()
     assert "trust/score" in metrics and "trust/clustering/classes" not in metrics
-    assert pq.read_table(tmp_path / "run/predictions").num_rows == 240
+    assert pq.read_table(run / "predictions").num_rows == 240
 
 
 @pytest.mark.parametrize("method", ["clustering", "pim"])

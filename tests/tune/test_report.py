@@ -3,16 +3,17 @@
 import json
 
 import pytest
+from tensorboardX.proto.event_pb2 import Event
 
 from pipelines.commands import DISCOVER
 from pipelines.options import parse
-from tests.tune.log_files import events, wandb_run
 from tests.tune.tiny import fake_sweep, tiny_options
 from tests.uno.report.reading import Page, requests
 from tune import driver, records, report
 from tune.spaces import current, load_space
 from tune.sweep import main
 from uno.config import differing_keys, override, to_dict
+from uno.data.files import Storage
 from uno.errors import ConfigError
 from uno.presets import preset
 from uno.runs import lock
@@ -57,6 +58,18 @@ def trials(options):
         },
         {"overrides": VALUES, "scores": [0.5]},
     ]
+
+
+def events(storage: Storage, phase: str) -> list[Event]:
+    """Return the events of TensorBoard in one directory, in order of its files."""
+    found = []
+    for name in sorted(storage.list(f"tensorboard/{phase}")):
+        data = storage.read(f"tensorboard/{phase}/{name}")
+        while data:  # length (8), checksum (4), event, checksum (4)
+            size = int.from_bytes(data[:8], "little")
+            found.append(Event.FromString(data[12 : 12 + size]))
+            data = data[16 + size :]
+    return found
 
 
 @pytest.fixture
@@ -137,11 +150,7 @@ def test_the_page_is_self_contained_and_inert(storage):
     assert page.tags[3][1]["content"].startswith(
         "default-src 'none'; img-src data:; style-src 'unsafe-in"
     )
-    assert (
-        visible(NASTY) in page.text
-        and "ORACLE" not in page.text
-        and "nan" not in page.text
-    )
+    assert visible(NASTY) in page.text and "nan" not in page.text
     dots = [attrs["class"] for tag, attrs in page.tags if tag == "circle"]
     # legend, learning curves, a scatter for each key
     assert dots.count("dot best") == 1 + 1 + len(UNO)
@@ -152,21 +161,6 @@ def test_the_page_is_self_contained_and_inert(storage):
         if name in ("cx", "cy", "d")
     ]
     assert numbers and not any("nan" in value or "inf" in value for value in numbers)
-
-
-def test_the_oracle_brands_every_file_and_table(tmp_path):
-    options = tiny_options(tmp_path / "o", "--score", "oracle")
-    storage = fake_sweep(tmp_path / "o", options, trials(options))
-    summary = report.write(storage)
-    names = set(storage.list())
-    assert {"oracle-sweep.jsonl", "oracle-best.yaml", "oracle-sweep.html"} <= names
-    assert not {"sweep.jsonl", "best.yaml", "sweep.html"} & names
-    assert "ORACLE" in storage.read("oracle-sweep.html").decode()
-    assert storage.read("oracle-best.yaml").decode().startswith("# ORACLE")
-    assert report.format_table(summary).startswith("ORACLE")
-    text = storage.read("oracle-sweep.jsonl")
-    lines = [json.loads(line) for line in text.splitlines()]
-    assert {line["objective"] for line in lines} == {"oracle"}
 
 
 @pytest.mark.parametrize(
@@ -204,34 +198,6 @@ def test_a_report_of_a_sweep_that_is_not_finished(storage, tmp_path, capsys):
     assert not (tmp_path / "none").exists()
 
 
-def test_mlflow_has_one_run_a_trial_and_the_best_is_marked(
-    storage, options, tmp_path, monkeypatch
-):
-    """Told twice, as when the same command comes again. Kills: runs or epochs that are
-    there twice, trials of one name, a failed trial's NaN (which MLflow takes).
-    """
-    mlflow = pytest.importorskip("mlflow")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    config = override(options.config, {"train.report_to": "tensorboard,mlflow"})
-    for _ in range(2):
-        with lock.lock_run(storage, on_wait=pytest.fail) as claim:
-            driver._tell_loggers(config, claim, report.read(storage))
-    client = mlflow.MlflowClient()
-    where = [client.get_experiment_by_name("uno").experiment_id]
-    assert len(client.search_runs(where, "tags.group = 'sweep'")) == len(
-        trials(options)
-    )
-    (best,) = client.search_runs(where, "metrics.`results/best` = 1")
-    assert (best.info.run_name, best.data.params["objective.epsilon"]) == (
-        "sweep-0001",
-        "0.03",
-    )
-    history = client.get_metric_history(best.info.run_id, "tune/score")
-    found = sorted((m.step, m.value) for m in history)
-    assert found == [(1, 0.4), (2, 0.6), (3, 0.8)]
-
-
 def test_tensorboard_and_jsonl_have_one_run_a_trial_and_the_best_is_marked(
     storage, options
 ):
@@ -265,25 +231,3 @@ def test_tensorboard_and_jsonl_have_one_run_a_trial_and_the_best_is_marked(
             for line in trial.epochs:
                 score = found["tune", line["epoch"], "score"]
                 assert score == pytest.approx(line["score"])
-
-
-def test_wandb_has_one_run_a_trial_and_the_best_is_marked(
-    storage, options, monkeypatch
-):
-    """Offline, by W&B's own messages. Kills: trials of one run, of no group, a best
-    one without a mark.
-    """
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    config = override(options.config, {"train.report_to": "wandb"})
-    with lock.lock_run(storage, on_wait=pytest.fail) as claim:
-        driver._tell_loggers(config, claim, report.read(storage))
-    marks = {}
-    for index in range(len(trials(options))):
-        run, _, summary = wandb_run(
-            records.PartStorage(storage, records.trial_name(index))
-        )
-        assert run.run_group == "sweep"
-        marks[run.display_name] = float(summary["results/best"])
-    assert [name for name, mark in marks.items() if mark] == ["sweep-0001"]
-    assert len(marks) == len(trials(options))

@@ -1,8 +1,6 @@
 """Sweeps of images that are not loaded: each trial reads those of its folds."""
 
 import json
-import resource
-from contextlib import closing
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -10,29 +8,21 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 
-from tests.forked import forked
-from tests.tune.tiny import claimed, folds_of, run_tiny, tiny_data, tiny_options
-from tests.uno.data.builders import encoded, pixels
-from tune import AGREEMENT, FOLDS, ORACLE, driver, records
+from tests.tune.tiny import claimed, run_tiny, tiny_data, tiny_options
+from tests.uno.data.builders import encoded
+from tune import AGREEMENT, FOLDS, driver, records
 from tune.driver import load_data, run_sweep
 from tune.score import SweepData, Unread
 from uno.data.files import Storage
 from uno.data.unreadable import BAD_SAMPLES
 from uno.errors import ConfigError
-from uno.runs import DISCOVER, run
 from uno.session.data import read_task
 
 
-def streamed(options, storage=None) -> SweepData:
+def streamed(options) -> SweepData:
     """What trials see of a streamed set."""
-    data = load_data(
-        options,
-        read_task(options.config.data),
-        None,
-        storage or Storage("mock:///sweep"),
-    )
+    data = load_data(options, read_task(options.config.data), None)
     assert isinstance(data.images, Unread)
     return data
 
@@ -46,7 +36,6 @@ def options_of(folder: Path, *words: str):
     [
         FOLDS,
         AGREEMENT,
-        pytest.param(ORACLE, marks=pytest.mark.release),
     ],
 )
 def test_streamed_rows_give_the_numbers_of_rows_in_memory(tmp_path, score):
@@ -55,23 +44,10 @@ def test_streamed_rows_give_the_numbers_of_rows_in_memory(tmp_path, score):
     """
     options = options_of(tmp_path, "--score", score, "--folds", "2")
     found = []
-    for data in (tiny_data(options.config, score), streamed(options)):
+    for data in (tiny_data(options.config), streamed(options)):
         with claimed(tmp_path / str(len(found))) as storage:
             found.append(run_tiny(options, data, storage))
     assert len(found[0]) == 2 and found[0] == found[1]
-
-
-def test_a_killed_trial_that_streams_goes_on_with_the_same_numbers(tmp_path):
-    options = options_of(tmp_path, "--folds", "1")
-    data, found = streamed(options), []
-    for report in (lambda line: None, Mock(side_effect=KeyboardInterrupt)):
-        with claimed(tmp_path / str(len(found))) as storage:
-            if found:
-                with pytest.raises(KeyboardInterrupt):
-                    run_tiny(options, data, storage, report=report)
-                assert len(records.read_epochs(storage, 0)) == 1
-            found.append(run_tiny(options, data, storage))
-    assert found[0] == found[1]
 
 
 def parquet(folder: Path, broken: int = 0) -> Path:
@@ -113,64 +89,6 @@ def test_unreadable_images_are_listed_by_the_trial_and_not_scored(tmp_path):
         pytest.raises(ConfigError, match="unreadable"),
     ):
         run_tiny(none, streamed(none), storage)
-
-
-@pytest.mark.slow
-def test_images_larger_than_memory_are_never_in_memory(tmp_path):
-    """Of 768 MiB decoded, in a process that may take 256 MiB more. Kills: images that
-    are kept, a score that reads all rows at once.
-    """
-    image = encoded(pixels(0, 32, 32))
-    table = pa.table(
-        {
-            "image": pa.array([image] * 4096, pa.binary()),
-            "label": [str(i % 5) for i in range(4096)],
-        }
-    )
-    pq.write_table(table, tmp_path / "rows.parquet", row_group_size=256)
-    options = options_of(
-        tmp_path / "s",
-        "--preset",
-        "scratch",
-        "--data",
-        f"parquet:{tmp_path}",
-        "--known-classes",
-        "0,1,2,3",
-        "--num-novel",
-        "1",
-        "--data.limit",
-        "4096",
-        "--data.stored-size",
-        "256",
-        "--augment.large.size",
-        "32",
-    )
-    data, config = streamed(options), options.config
-
-    def work() -> None:
-        torch.set_num_threads(1)
-        taken = 1024 * int(
-            Path("/proc/self/status").read_text().partition("VmData:")[2].split()[0]
-        )
-        resource.setrlimit(resource.RLIMIT_DATA, (taken + 2**28,) * 2)
-        (fold,) = folds_of(data, config, num_folds=1)
-        plan = run.plans(config, len(fold.train.labels), fold.train.num_unlabeled, 1)[
-            DISCOVER
-        ]
-        with closing(fold.train.batches(config, plan, 0, 1, 4)) as batches:
-            assert [len(batches(step).labels) > 0 for step in range(4)] == [True] * 4
-        assert (
-            sum(len(truth) for _, truth in fold.scored.batches(256))
-            == len(fold.scored.truth)
-            > 1000
-        )
-        try:
-            np.ones(2**29, np.uint8)
-        except MemoryError:
-            return
-        raise AssertionError("there is no limit")
-
-    assert forked(work) == (0, "")
 
 
 @pytest.mark.release

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -84,13 +83,6 @@ def until(condition, driver=None, seconds: float = 400) -> None:
         assert driver is None or driver.poll() is None, "the driver ended"
         assert time.monotonic() < end
         time.sleep(0.1)
-
-
-def until_free(ray) -> None:
-    until(
-        lambda: ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"],
-        seconds=60,
-    )
 
 
 def test_pretrainings_are_shared_and_failures_never_win(ray_cluster, tmp_path):
@@ -191,46 +183,6 @@ def test_the_same_command_finishes_a_killed_and_a_stopped_sweep(
     assert storage.read("trials/0000/epochs.jsonl") == before
     assert pretrained.items() <= pretrainings(storage).items()
     assert not storage.exists(half)
-
-
-@pytest.mark.release
-def test_a_trial_outlives_its_process(ray_cluster, tmp_path):
-    """SIGKILL to the process of a streamed trial once it has an epoch: the same sweep
-    ends with the trial finished. (For one in memory: the loss of its node.) Kills: a
-    trial that is failed for good, one that begins anew.
-    """
-    words = (
-        "--scheduler",
-        "none",
-        "--discover.epochs",
-        "8",
-        "--data.loading",
-        "streaming",
-    )
-    options, storage = planned(tmp_path, [values()], *words)
-    killed = []
-
-    def kill() -> None:
-        until(lambda: storage.exists("trials/0000/epochs.jsonl"))
-        for folder in Path("/proc").iterdir():
-            with suppress(OSError):  # it ended meanwhile
-                if (
-                    folder.name.isdigit()
-                    and b"ray::ImplicitFunc" in (folder / "cmdline").read_bytes()
-                ):
-                    os.kill(int(folder.name), signal.SIGKILL)
-                    killed.append(storage.read("trials/0000/epochs.jsonl"))
-
-    killer = threading.Thread(target=kill)
-    killer.start()
-    assert run_sweep(options) == 0
-    killer.join()
-    (before,) = killed
-    assert [result["status"] for result in results(storage)] == ["finished"]
-    lines = storage.read("trials/0000/epochs.jsonl").splitlines()
-    assert [json.loads(line)["epoch"] for line in lines] == list(range(1, 9))
-    assert lines[: len(before.splitlines())] == before.splitlines()
-    until_free(ray_cluster)
 
 
 @pytest.mark.release

@@ -18,7 +18,6 @@ from uno.clustering.initialization import (
     shrink_prior,
     training_features,
 )
-from uno.clustering.kmeans import FREE, constrained_kmeans, seeded_kmeans, whiten
 from uno.config import override
 from uno.data.files import Storage
 from uno.data.memory import TrainSet
@@ -85,26 +84,6 @@ def test_a_novel_pile_has_novel_clusters_alone():
     assert torch.equal((unit @ start.centers.T).argmax(dim=1), start.assignment)
 
 
-def test_a_start_from_the_free_rows_beats_centers_drawn_one_by_one():
-    """The sum of squares, which both minimize. Kills: known clusters that keep the
-    center of their rivals.
-    """
-    points, truth, labeled = blobs(noise=1.2, sizes=[20] * 16, num_known=8)
-    points, fixed = (
-        normalize(whiten(points, 15), dim=1),
-        torch.where(labeled, truth, FREE),
-    )
-
-    pairs = [
-        (
-            seeded_kmeans(points, fixed, 16, 3, s).inertia,
-            constrained_kmeans(points, fixed, 16, 3, s).inertia,
-        )
-        for s in range(4)
-    ]
-    assert np.mean([a < b + 1e-3 for a, b in pairs]) >= 0.75, pairs
-
-
 def test_few_or_equal_rows_are_clustered_too():
     """Fewer unlabeled rows than outputs, rows without a difference. Kills: k-means of
     fewer rows than clusters, NaN, an output whose prior is zero.
@@ -142,7 +121,7 @@ def test_features_of_streamed_rows_are_those_of_resident_ones(tmp_path, monkeypa
         torch.testing.assert_close(streaming, resident, atol=1e-5, rtol=1e-5)
 
 
-def test_sorted_classes_are_all_looked_at(tmp_path, monkeypatch, caplog):
+def test_sorted_classes_are_all_looked_at(tmp_path, monkeypatch):
     """800 streamed digits in row groups of 40. Kills: a few classes of many, because a
     row group has one.
     """
@@ -163,10 +142,7 @@ def test_sorted_classes_are_all_looked_at(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("uno.clustering.initialization.MAX_ROWS", 20)
     train = streaming_set(config, task, Storage(str(tmp_path / "run")))
     found = training_features(config, build_network(config, 5, 0, 0).eval(), train)
-    assert (
-        min(found.labels.bincount(minlength=5).tolist()) >= 3
-        and "sorted by class" in caplog.text
-    )
+    assert min(found.labels.bincount(minlength=5).tolist()) >= 3
 
 
 def test_a_prior_only_where_the_run_asks_for_one(tmp_path):

@@ -9,7 +9,8 @@ import tempfile
 import warnings
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from uno.data import files as filesystem
 from uno.data.from_python import float_vectors
+from uno.data.images import Images
 from uno.data.rows import ReadOptions
 from uno.data.tables import check_names
 from uno.data.text_tables import read_csv
@@ -55,23 +57,27 @@ COLUMNS = ("id", "embedding", "label", "eval_label", "split", "path", "text")
 MAPPED_BYTES = 256 * 2**20  # arrays of this size or more are kept in a file
 
 
-class ArrayFile(NamedTuple):
-    """The content of a file of arrays with N rows.
+class VectorFile(NamedTuple):
+    """The content of a file or folder with R vectors.
 
     Attributes:
-        values: The embeddings, float32 (N, D).
-        columns: Standard column name, such as "label" -> Arrow array (N,).
-        names: The names of all columns that the file has.
-        notes: Lines for the user about how the file was read.
+        values: The vectors, float32 (R, D).
+        columns: Standard column name, such as "label" -> Arrow column (R,).
+        names: The names of all columns that the source has.
+        notes: Lines for the user about how the source was read.
+        reasons: Row number -> why the row has no vector. Its numbers are zeros.
+        pictures: The pictures of the rows, None if no column holds their bytes.
     """
 
     values: np.ndarray
-    columns: dict[str, Any]
-    names: list[str]
+    columns: Mapping[str, Any]
+    names: Sequence[str]
     notes: tuple[str, ...] = ()
+    reasons: Mapping[int, str] = MappingProxyType({})
+    pictures: Images | None = None
 
 
-def read_array_file(path: str, options: ReadOptions) -> ArrayFile:
+def read_array_file(path: str, options: ReadOptions) -> VectorFile:
     """Read the embeddings of a .npy, .npz, .pt or .pth file, and their columns.
 
     The columns are other arrays or lists of the file, and those of a .csv file of the
@@ -86,31 +92,28 @@ def read_array_file(path: str, options: ReadOptions) -> ArrayFile:
             .csv file has another number of rows, or a column that the file itself has,
             too.
     """
-    names = options.columns
-    arrays = read_torch(path) if path.endswith(TORCH) else read_numpy(path)
-    if isinstance(arrays, np.ndarray):
-        values, columns, present = arrays, dict[str, Any](), list[str]()
-    else:
-        name = _name_of_embeddings(path, arrays, names)
-        values, present = arrays[name], [other for other in arrays if other != name]
-        columns = _columns_of_arrays(path, arrays, name, names)
+    content = read_torch(path) if path.endswith(TORCH) else read_numpy(path)
+    arrays = content if isinstance(content, dict) else {"array": content}
+    name = _name_of_embeddings(path, arrays, options.columns)
+    values = arrays[name]
     if values.ndim != 2:
         raise ConfigError(f"{path} must hold numbers (N, D), not {values.shape}")
     float_vectors(values[:1], path)
     if values.dtype != np.float32:
         given_values, values = values, new_array(values.shape)
         values[:] = given_values
+    others = {other: array for other, array in arrays.items() if other != name}
     beside = f"{os.path.splitext(path)[0]}.csv"
     if filesystem.kind(beside) == "file":
-        given = read_csv(beside).columns
-        present += given
-        in_csv = _columns_of_csv(beside, given, len(values), path, names, columns)
-        if (both := sorted(in_csv.keys() & columns.keys())) and both:
+        in_csv = _read_csv_beside(path, beside, len(values))
+        if both := sorted(in_csv.keys() & others.keys()):
             raise ConfigError(
                 f"{path} and {beside} both hold {both[0]}; remove one of them"
             )
-        columns |= in_csv
-    return ArrayFile(values, columns, present)
+        others |= in_csv
+    check_names(path, [name, *others], options)
+    columns = _standard_columns(path, others, len(values), options.columns)
+    return VectorFile(values, columns, [*others])
 
 
 def read_numpy(path: str) -> np.ndarray | dict[str, np.ndarray]:
@@ -213,36 +216,36 @@ def _require_small(path: str, num_bytes: int) -> None:
         )
 
 
-def _columns_of_arrays(
+def _standard_columns(
     path: str,
     arrays: Mapping[str, np.ndarray],
-    embeddings: str,
+    num_rows: int,
     names: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return the standard columns that are arrays of the file itself.
+    """Return the standard columns among arrays.
 
     Args:
         path: Path of the file, for the error message.
-        arrays: The arrays of the file by name.
-        embeddings: The name of the array of embeddings.
+        arrays: The arrays by name, without the embeddings.
+        num_rows: The number of rows.
         names: Standard name of a column, such as "label" -> its name there.
 
     Returns:
-        Standard column name -> Arrow array (N,).
+        Standard column name -> Arrow array (num_rows,).
 
     Raises:
         ConfigError: A column does not have a value for each row.
     """
-    columns, length = dict[str, Any](), arrays[embeddings].shape[:1]
+    columns = dict[str, Any]()
     for ours in (*COLUMNS, "image"):
         theirs = names.get(ours, ours)
-        if theirs not in arrays or theirs == embeddings or ours == "embedding":
+        if theirs not in arrays or ours == "embedding":
             continue
         column = arrays[theirs]
-        if column.shape != length:
+        if column.shape != (num_rows,):
             raise ConfigError(
-                f"{path}: array {theirs} has the shape {column.shape}, not {length} as"
-                f" the rows of {embeddings}"
+                f"{path}: array {theirs} has the shape {column.shape}, not"
+                f" {(num_rows,)} as the rows of the embeddings"
             )
         column = column.astype(str) if column.dtype.kind == "S" else column
         try:
@@ -285,56 +288,29 @@ def _name_of_embeddings(
     )
 
 
-def _columns_of_csv(
-    beside: str,
-    given: Mapping[str, list[Any]],
-    num_rows: int,
-    path: str,
-    names: Mapping[str, str],
-    inside: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Return the standard columns of the .csv file beside an array file.
+def _read_csv_beside(path: str, beside: str, num_rows: int) -> dict[str, np.ndarray]:
+    """Read the columns of the .csv file beside an array file.
 
     Args:
-        beside: Path of the .csv file.
-        given: The columns of the .csv file.
-        num_rows: The number of rows of the array file.
         path: The array file, for the error message.
-        names: Standard name of a column, such as "label" -> its name there.
-        inside: The standard columns that are in the array file, which need not be in
-            the .csv file.
+        beside: Path of the .csv file.
+        num_rows: The number of rows of the array file.
 
     Returns:
-        Standard column name -> Arrow array of text (num_rows,).
+        The columns by name, each an array of text and None (num_rows,).
 
     Raises:
-        ConfigError: The .csv file has another number of rows, or lacks a column that
-            ``names`` names.
+        ConfigError: The .csv file cannot be read or has another number of rows.
     """
-    wanted = {
-        ours: theirs
-        for ours, theirs in names.items()
-        if ours != "embedding" and ("path" if ours == "image" else ours) not in inside
-    }
-    check_names(beside, given, ReadOptions(columns=wanted))
-    theirs = {ours: names.get(ours, ours) for ours in COLUMNS}
-    columns = {
-        ours: pa.array(given[c], pa.string())
-        for ours, c in theirs.items()
-        if c in given
-    }
-    if names.get("image", "image") in given:
-        columns["path"] = pa.array(given[names.get("image", "image")], pa.string())
-    if (num_lines := len(next(iter(given.values()), []))) != num_rows:
-        fix = (
-            '; an empty line is no row: write "" for no label'
-            if len(given) == 1
-            else ""
-        )
+    columns = read_csv(beside).columns
+    num_lines = len(next(iter(columns.values()), []))
+    if num_lines != num_rows:
+        fix = '; an empty line is no row: write "" for no label'
         raise ConfigError(
-            f"{beside} has {plural(num_lines, 'row')}, {path} has {num_rows:,}{fix}"
+            f"{beside} has {plural(num_lines, 'row')}, {path} has {num_rows:,}"
+            f"{fix if len(columns) == 1 else ''}"
         )
-    return columns
+    return {name: np.array(column, object) for name, column in columns.items()}
 
 
 def new_array(shape: tuple[int, ...]) -> np.ndarray:

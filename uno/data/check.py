@@ -19,7 +19,7 @@ from uno.data.decode import (
 )
 from uno.data.embeddings import equal_rows
 from uno.data.files import read_bytes
-from uno.data.images import Image, content_of, evenly_spaced, row_names
+from uno.data.images import Image, content_of, evenly_spaced
 from uno.data.sampling import by_windows, largest_batch, make_plan, make_pretrain_plan
 from uno.data.splits import Task, missing_labels, train_rows
 from uno.data.stream import window_rows
@@ -91,7 +91,7 @@ def check(
             row, reason = next(iter(bad.items()))
             text = (
                 f"{len(bad)} of a sample of {num_checked} images are unreadable, e.g."
-                f" {_describe_row(task, row)}: {reason}"
+                f" {task.rows.name_of(row)}: {reason}"
             )
             of_images = [
                 Problem("warning" if len(bad) < num_checked else "error", text)
@@ -462,17 +462,6 @@ def _check_brightness(
         )
 
 
-def _describe_row(task: Task, row: int) -> str:
-    """Return the text by which messages name a row: its id, and path and line if known.
-
-    Args:
-        task: The rows.
-        row: The number of the row.
-    """
-    (name,) = row_names(task.rows.ids, task.rows.images, [row])
-    return name
-
-
 def _decode_within(
     task: Task, config: Config, seconds: float
 ) -> tuple[np.ndarray, list[Problem]]:
@@ -498,7 +487,7 @@ def _decode_within(
         for row, reason in zip(rows.tolist(), reasons, strict=True):
             if reason is not None:
                 ok[row] = False
-                bad.append(f"{_describe_row(task, row)}: {reason}")
+                bad.append(f"{task.rows.name_of(row)}: {reason}")
     if bad:
         listed = _list_some(bad, "; ")
         text = f"{len(bad)} of {num_decoded} images cannot be read: {listed}"
@@ -530,7 +519,7 @@ def _check_duplicates(task: Task, in_full: bool) -> Iterator[Problem]:
         if len(set(task.labels[group]) - {-1}) > 1:
             found["duplicates with different known labels"].append(group)
     for text, copies in found.items():
-        example = " = ".join(_describe_row(task, i) for i in copies[0][:3])
+        example = " = ".join(task.rows.name_of(i) for i in copies[0][:3])
         yield Problem("warning", f"{text}: {len(copies)}, e.g. {example}")
     if note:
         yield Problem("note", note)

@@ -24,7 +24,7 @@ from torch import Tensor
 from uno.config import ModelConfig
 from uno.data import files as filesystem
 from uno.data import tables
-from uno.data.array_files import ARRAYS, COLUMNS, new_array, read_array_file
+from uno.data.array_files import ARRAYS, COLUMNS, VectorFile, new_array, read_array_file
 from uno.data.columns import class_codes, make_unlabeled
 from uno.data.decode import ok_mask
 from uno.data.from_python import class_names, distinct_ids, float_vectors
@@ -35,12 +35,11 @@ from uno.data.labels import encode_column, require_distinct
 from uno.data.other_formats import fix_for
 from uno.data.parquet import (
     TEXT,
-    OpenedParquet,
     ParquetImages,
+    ParquetShard,
     check_images,
-    is_training,
     parquet_files,
-    partition_columns,
+    plain_type,
     values_in,
 )
 from uno.data.rows import DEFAULT_OPTIONS, ReadOptions, Rows
@@ -53,7 +52,6 @@ MANY_NUMBERS = 8  # more columns of floats than this seem to be one vector
 CSV_FIX = "text; save its numbers with np.save(FILE, np.loadtxt(CSV, delimiter=','))"
 LIST = pa.large_list(pa.float32())
 PIECE_ROWS = 2**16  # rows that are looked at or copied at once
-HASHED_ROWS = 2**13  # rows that are hashed at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,9 +206,7 @@ def read_vectors(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
     source = f"vectors:{path}"
     if path.endswith((*ARRAYS, H5AD)):
         read = read_h5ad if path.endswith(H5AD) else read_array_file
-        given = read(path, options)
-        table = pa.table(given.columns)
-        content = _Content(table, given.values, {}, None, given.names, given.notes)
+        content = read(path, options)
     elif filesystem.kind(path) == "file" and not path.endswith(".parquet"):
         fix = CSV_FIX if path.lower().endswith(".csv") else fix_for(path)
         what = f"; this is {fix}" if fix else ""
@@ -222,11 +218,8 @@ def read_vectors(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
     if not 0 < num <= MAX_ROWS:
         raise ConfigError(f"{source}: {plural(num, 'row')}, not 1 to {MAX_ROWS:,}")
     unused = ("label", "eval_label", "split") if options.images_only else ()
-    columns = {
-        name: content.table[name]
-        for name in content.table.column_names
-        if name not in unused
-    }
+    used = {name: c for name, c in content.columns.items() if name not in unused}
+    columns = dict(zip(used, pa.table(used).columns, strict=True))
     ids = _make_ids(columns.get("id"), num)
     coded = ids.dictionary_encode()
     place = coded.indices.to_numpy()
@@ -269,7 +262,7 @@ def read_vectors(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
     notes = content.notes
     if num_views > 1:
         notes += (f"rows of one id, {num_views} at most, are its views",)
-    if "label" not in content.table.column_names and not options.images_only:
+    if "label" not in content.columns and not options.images_only:
         notes += tables.note_of_no_label(path, content.names, options.columns)
         if path.endswith(ARRAYS) and not content.names:
             beside = f"{os.path.splitext(path)[0]}.csv"
@@ -456,27 +449,7 @@ def is_vectors(path: str) -> bool:
         return False
 
 
-class _Content(NamedTuple):
-    """The content of a source with R vectors.
-
-    Attributes:
-        table: The standard columns as an Arrow table.
-        values: The vectors, float32 (R, D).
-        reasons: Row number -> why the row has no vector. Its numbers are zeros.
-        pictures: The pictures of the rows, or None.
-        names: The names of all columns that the source has.
-        notes: Lines for the user about how the source was read.
-    """
-
-    table: pa.Table
-    values: np.ndarray
-    reasons: dict[int, str]
-    pictures: Images | None
-    names: list[str]
-    notes: tuple[str, ...] = ()
-
-
-def _read_parquet(source: str, path: str, options: ReadOptions) -> _Content:
+def _read_parquet(source: str, path: str, options: ReadOptions) -> VectorFile:
     """Read one Parquet file, or all files of a folder.
 
     If a column holds the bytes of images, these are the pictures of the rows. A column
@@ -492,22 +465,23 @@ def _read_parquet(source: str, path: str, options: ReadOptions) -> _Content:
             columns.
     """
     names = options.columns
-    root, files = parquet_files(path, options.follow_links)
-    parts, pictures, lists = list[pa.Table](), set[str](), list[tuple[Any, str]]()
-    for file, folders in zip(files, partition_columns(files), strict=True):
-        parquet = OpenedParquet(file.path, file.size)
-        schema = parquet.schema
-        present = tables.present_columns(schema, names, folders)
-        tables.check_names(file.path, present, options)
+    _, files = parquet_files(path, options.follow_links)
+    tables.refuse_partitions(source, files, options)
+    parts, pictures, lists = list[pa.Table](), set[str](), list[_Lists]()
+    for file in files:
+        shard = ParquetShard(file.path)
+        schema = shard.schema
+        tables.check_names(file.path, schema.names, options)
         theirs = {ours: names.get(ours, ours) for ours in COLUMNS}
-        image = names.get("image", "image")
+        image, vector = names.get("image", "image"), theirs.pop("embedding")
         if image in schema.names:
-            if schema.field(image).type in TEXT:
+            kind = schema.field(image).type
+            check_images(file.path, kind)
+            if plain_type(kind) in TEXT:
                 theirs["path"] = image
             else:
-                check_images(file.path, schema.field(image).type)
                 pictures.add(image)
-        if theirs["embedding"] not in schema.names:
+        if vector not in schema.names:
             has = one_line(", ".join(schema.names))
             needs = "needs a column embedding, or --data.columns embedding=NAME"
             if sum(map(pa.types.is_floating, schema.types)) > MANY_NUMBERS:
@@ -516,49 +490,34 @@ def _read_parquet(source: str, path: str, options: ReadOptions) -> _Content:
                     " FILE.npy)"
                 )
             raise ConfigError(f"{file.path}: {needs}; it has {has}")
-        vector = theirs.pop("embedding")
         _check_lists(file.path, schema.field(vector).type)
-        lists.append((parquet, vector))
-        found = parquet.read(list({c for c in theirs.values() if c in schema.names}))
-        columns = {ours: found[c] for ours, c in theirs.items() if c in schema.names}
-        num = parquet.metadata.num_rows
-        columns |= tables.columns_of_folders(file.path, theirs, folders, columns, num)
-        split = "train" if is_training(file.relative) else "test"
-        columns.setdefault("split", pa.chunked_array([pa.repeat(split, num)]))
-        parts.append(pa.table(columns))
-    try:
-        table = pa.concat_tables(parts, promote_options="permissive")
-    except pa.ArrowException as error:
-        raise ConfigError(
-            f"{source}: the files have different columns: {one_line(error)}"
-        ) from None
+        lists.append((shard, vector))
+        parts.append(tables.read_named_columns(shard, file.relative, theirs))
+    table = tables.join_tables(source, parts)
     if len(pictures) > 1:
         raise ConfigError(f"{source}: the files name their image column differently")
-    shown = (
-        ParquetImages(
-            root,
-            [f.path for f in files],
-            pictures.pop(),
-            [f[2:4] for f in files],
-            options,
-            [parquet for parquet, _ in lists],
-        )
-        if pictures
-        else None
-    )
+    shown = None
+    if pictures:
+        shards = [shard for shard, _ in lists]
+        shown = ParquetImages(shards, pictures.pop(), [file.time for file in files])
     values, reasons = _read_matrix(source, lists)
-    return _Content(table, values, reasons, shown, list(schema.names))
+    columns = dict(zip(table.column_names, table.columns, strict=True))
+    return VectorFile(values, columns, schema.names, reasons=reasons, pictures=shown)
 
 
-def _read_lists(file: Any, column: str) -> Iterator[Any]:
+_Lists = tuple[ParquetShard, str]
+"""A Parquet file, and the name of its column of vectors."""
+
+
+def _read_lists(shard: ParquetShard, column: str) -> Iterator[Any]:
     """Yield the lists of a column, cast to float32, some rows at a time.
 
     Args:
-        file: An opened Parquet file.
+        shard: The Parquet file.
         column: Name of the column.
     """
-    for group in range(file.metadata.num_row_groups):
-        for batch in file.batches([column], group):
+    for group in range(shard.metadata.num_row_groups):
+        for batch in shard.batches(column, group):
             yield batch.column(0).cast(LIST, safe=False)
 
 
@@ -591,7 +550,7 @@ def _check_lists(source: str, kind: Any) -> None:
 
 
 def _read_matrix(
-    source: str, columns: Sequence[tuple[Any, str]]
+    source: str, columns: Sequence[_Lists]
 ) -> tuple[np.ndarray, dict[int, str]]:
     """Read columns of lists as one matrix.
 
@@ -600,7 +559,7 @@ def _read_matrix(
 
     Args:
         source: The source, as the error message names it.
-        columns: An opened Parquet file and the name of its column, for each file.
+        columns: Each file and the name of its column.
 
     Returns:
         float32 (R, D), with zeros for lists of another length; and for each of these
@@ -642,20 +601,8 @@ def equal_rows(values: Tensor) -> list[list[int]]:
     Returns:
         The row numbers of each group of two or more equal rows, in ascending order.
     """
-    weights = np.random.default_rng(0).integers(
-        2**64, size=values.shape[1], dtype=np.uint64
-    )
-    keys = np.empty(len(values), np.uint64)
-    for start in range(0, len(values), HASHED_ROWS):
-        own = slice(start, start + HASHED_ROWS)
-        bits = values[own].numpy().view(np.uint32)
-        # the low bits of round numbers are zeros, so the high bits are mixed in
-        keys[own] = (bits ^ bits >> 16).astype(np.uint64) @ weights
+    hashes = (hash(row.tobytes()) for row in values.numpy())
+    keys = np.fromiter(hashes, np.int64, len(values))
     order = np.argsort(keys, kind="stable")
-    starts = np.flatnonzero(np.diff(keys[order], prepend=~keys[order[:1]]))
-    counts = np.diff(starts, append=len(keys))
-    several = counts > 1
-    return [
-        order[start : start + count].tolist()
-        for start, count in zip(starts[several], counts[several], strict=True)
-    ]
+    groups = np.split(order, np.flatnonzero(np.diff(keys[order])) + 1)
+    return sorted(group.tolist() for group in groups if len(group) > 1)

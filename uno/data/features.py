@@ -74,9 +74,6 @@ ODD = {
 
 log = logging.getLogger(__name__)
 
-Zeros = Callable[[tuple[int, ...]], Tensor]
-"""Allocates float32 zeros of a shape, in memory or in a file that is mapped."""
-
 
 class Chunk(NamedTuple):
     """The features of some rows of a data set, which were computed together.
@@ -590,14 +587,10 @@ class FeatureCache:
         """The path or URI of the folder with the files of features, for messages."""
         return self._storage.below(self._job.folder)
 
-    def read(self, zeros: Zeros = torch.zeros) -> tuple[Tensor, np.ndarray]:
+    def read(self) -> tuple[Tensor, np.ndarray]:
         """Read the features of all N rows that the cache has.
 
         A file that is damaged is removed, and a warning is logged.
-
-        Args:
-            zeros: Allocates the tensor of features from its shape, such as
-                ``torch.zeros``.
 
         Returns:
             Features float32 (N, 1 + V, D), zeros where there are none; and the numbers
@@ -607,7 +600,7 @@ class FeatureCache:
             StorageError: The cache directory cannot be listed.
         """
         job, num = self._job, len(self._has_views)
-        features = zeros((num, job.num_views, job.num_features))
+        features = torch.zeros(num, job.num_views, job.num_features)
         is_read = np.zeros(num, bool)
         with _naming_the_option():
             names = self._storage.list(job.folder)
@@ -729,7 +722,6 @@ def cached_features(
     cache: FeatureCache,
     compute: Compute,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
-    zeros: Zeros = torch.zeros,
 ) -> tuple[Tensor, list[str | None]]:
     """Return the features of all rows, from a cache or computed now.
 
@@ -740,7 +732,6 @@ def cached_features(
         cache: The cache of the N rows.
         compute: Encodes the rows that the cache lacks.
         on_progress: Called with the number of rows that are done, and of all rows.
-        zeros: Allocates the tensor of features from its shape, such as ``torch.zeros``.
 
     Returns:
         Features float32 (N, 1 + V, D), and for each row the reason why it cannot be
@@ -749,7 +740,7 @@ def cached_features(
     Raises:
         StorageError: The cache cannot be read or written.
     """
-    features, missing = cache.read(zeros)
+    features, missing = cache.read()
     reasons: list[str | None] = [None] * len(features)
     if not len(missing):
         return features, reasons

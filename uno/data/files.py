@@ -126,21 +126,17 @@ def valid_text(name: str) -> str:
     return half.encode(errors="surrogateescape").decode(errors="backslashreplace")
 
 
-def parse_json(
-    data: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None
-) -> Any:
+def parse_json(data: str | bytes) -> Any:
     """Parse JSON from an origin that is not trusted.
 
     Args:
         data: The JSON text.
-        pairs: Makes the Python value of a JSON object from its keys and values; None
-            for dictionaries.
 
     Raises:
         ValueError: The text is not JSON, or is nested too deeply.
     """
     try:
-        return json.loads(data, object_pairs_hook=pairs)
+        return json.loads(data)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
@@ -691,27 +687,6 @@ class Storage:
     def exists(self, name: str = "") -> bool:
         """Return whether there is a file or directory of this path below the root."""
         return bool(self._info(name).type != pa.fs.FileType.NotFound)
-
-    def size(self, name: str) -> int:
-        """Return the size of a file in bytes, 0 if it does not exist."""
-        return self._info(name).size or 0
-
-    def temporary_files(self, name: str = "") -> list[str]:
-        """Return the names of temporary files that interrupted writers left behind.
-
-        Args:
-            name: The directory to search, with all directories in it.
-
-        Returns:
-            Names below the root. There are none in remote storage, where a file is
-            written by one upload.
-        """
-        found = Path(self.path(name)).rglob(".*") if self.is_local else ()
-        return [
-            os.path.relpath(path, self.root)
-            for path in found
-            if TEMPORARY.fullmatch(path.name)
-        ]
 
     def list(self, name: str = "") -> list[str]:
         """Return the names of the files and directories in a directory, sorted.

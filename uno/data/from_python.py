@@ -36,38 +36,24 @@ def float_vectors(given: Any, what: str) -> Tensor:
     Raises:
         ConfigError: ``given`` does not hold such numbers, holds none, or is sparse.
     """
+    if hasattr(given, "toarray") and hasattr(given, "nnz"):  # scipy.sparse has both
+        raise ConfigError(
+            f"{what} are a sparse matrix, and dense numbers are needed; reduce its"
+            " columns first: sklearn.decomposition.TruncatedSVD(256).fit_transform(X)"
+        )
     if isinstance(given, Tensor):
-        values = _dense(given, what)
-        if values.dtype == torch.bool or values.is_complex():
-            raise _not_vectors(what, values.dtype, values.shape)
-    else:
-        if hasattr(given, "toarray") and hasattr(given, "nnz"):  # scipy.sparse has both
-            raise ConfigError(
-                f"{what} are a sparse matrix, and dense numbers are needed; reduce its"
-                " columns first:"
-                " sklearn.decomposition.TruncatedSVD(256).fit_transform(X)"
-            )
-        array = _float_array(given, what)
-        values = torch.from_numpy(array if array.flags.writeable else array.copy())
+        if given.layout != torch.strided:
+            text = f"{what} are a tensor of the layout {given.layout}"
+            raise ConfigError(f"{text}; pass X.to_dense()")
+        given = given.detach().cpu()
+        if given.is_floating_point():  # NumPy does not have all of these types
+            given = given.float()
+        given = given.numpy()
+    array = _float_array(given, what)
+    values = torch.from_numpy(array if array.flags.writeable else array.copy())
     if values.ndim not in (2, 3) or not values.numel():
         raise _not_vectors(what, values.dtype, values.shape)
     return (values if values.ndim == 3 else values[:, None]).float()
-
-
-def _dense(given: Tensor, what: str) -> Tensor:
-    """Return a tensor on the CPU without its autograd graph, if it is dense.
-
-    Args:
-        given: The tensor.
-        what: The name of the argument, for the message.
-
-    Raises:
-        ConfigError: The tensor is sparse or has another layout than strides.
-    """
-    if given.layout != torch.strided:
-        text = f"{what} are a tensor of the layout {given.layout}"
-        raise ConfigError(f"{text}; pass X.to_dense()")
-    return given.detach().cpu()
 
 
 def _float_array(given: Any, what: str) -> np.ndarray:
@@ -111,12 +97,7 @@ def _stacked(array: np.ndarray, what: str) -> np.ndarray:
     """
     if array.ndim != 1 or not len(array):
         return array.astype(np.float32)
-    rows = [np.asarray(row, dtype=np.float32) for row in array]
-    lengths = Counter(row.shape for row in rows)
-    if len(lengths) > 1:
-        shapes = " and ".join(str(shape) for shape, _ in lengths.most_common(2))
-        raise ValueError(f"rows have the shapes {shapes}")
-    return np.stack(rows)
+    return np.stack([np.asarray(row, dtype=np.float32) for row in array])
 
 
 def _fix(given: Any) -> str:

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute
-from scipy import sparse
 
 from uno.data import files as filesystem
-from uno.data.array_files import COLUMNS, ArrayFile, new_array
+from uno.data.array_files import COLUMNS, VectorFile, new_array
 from uno.data.from_python import float_vectors
 from uno.data.rows import ReadOptions
 from uno.data.tables import check_names
@@ -37,14 +36,13 @@ UNREADABLE = (
     RuntimeError,
     pa.ArrowException,
 )
-SPARSE = {"csr_matrix": sparse.csr_matrix, "csc_matrix": sparse.csc_matrix}
 
 
-def read_h5ad(path: str, options: ReadOptions) -> ArrayFile:
+def read_h5ad(path: str, options: ReadOptions) -> VectorFile:
     """Read an array of an .h5ad file as embeddings, and columns of its ``obs``.
 
     The name of a cell is the id of its row. The array is the one of ``obsm`` that the
-    option names as the column ``embedding``, or ``X``, dense or sparse. By default it
+    option names as the column ``embedding``, or ``X``. It must be dense. By default it
     is ``X_pca``, else the only array of ``obsm``.
 
     Args:
@@ -69,7 +67,7 @@ def read_h5ad(path: str, options: ReadOptions) -> ArrayFile:
         ) from None
 
 
-def _read_cells(path: str, file: Any, options: ReadOptions) -> ArrayFile:
+def _read_cells(path: str, file: Any, options: ReadOptions) -> VectorFile:
     """Read the embeddings, ids and columns of an opened .h5ad file.
 
     Args:
@@ -82,10 +80,10 @@ def _read_cells(path: str, file: Any, options: ReadOptions) -> ArrayFile:
             not clear, or two cells have one name.
     """
     obs = _open_member(file, "obs")
-    if "column-order" not in obs.attrs:
+    if "column-order" not in obs.attrs or "__categories" in obs:
         raise ConfigError(
-            f"{path} has the layout of anndata before 0.7; read it with anndata and"
-            " write it again with write_h5ad"
+            f"{path} has the layout of an old anndata; read it with anndata and write"
+            " it again with write_h5ad"
         )
     names, of_obs = options.columns, [str(name) for name in obs.attrs["column-order"]]
     obsm = _open_member(file, "obsm") if "obsm" in file else {}
@@ -112,7 +110,7 @@ def _read_cells(path: str, file: Any, options: ReadOptions) -> ArrayFile:
                 " its own with adata.obs_names_make_unique()"
             )
     place = array if parent is file else f"obsm[{array!r}]"
-    return ArrayFile(values, columns, of_obs, (f"the vectors are {place}",))
+    return VectorFile(values, columns, of_obs, (f"the vectors are {place}",))
 
 
 def _choose_array(path: str, arrays: Sequence[str]) -> str:
@@ -171,34 +169,30 @@ def _open_member(group: Any, name: str) -> Any:
 
 def _is_array(node: Any) -> bool:
     """Return whether a dataset or group of HDF5 is a matrix, dense or sparse."""
-    return (
-        len(getattr(node, "shape", ())) == 2
-        or node.attrs.get("encoding-type") in SPARSE
-    )
+    is_sparse = str(node.attrs.get("encoding-type", "")).endswith("_matrix")
+    return is_sparse or len(getattr(node, "shape", ())) == 2
 
 
 def _read_matrix(path: str, node: Any) -> np.ndarray:
-    """Read a dense or sparse matrix of HDF5 as a dense array float32 (N, D).
+    """Read a dense matrix of HDF5 as an array float32 (N, D).
 
     Args:
         path: Path of the file, for the error message.
-        node: The dataset, or the group of a sparse matrix.
+        node: The dataset.
 
     Raises:
-        ConfigError: It does not hold numbers.
+        ConfigError: It does not hold numbers, or is a sparse matrix.
     """
-    kind = node.attrs.get("encoding-type")
-    if kind in SPARSE:
-        parts = [_open_member(node, part)[:] for part in ("data", "indices", "indptr")]
-        matrix = SPARSE[kind](tuple(parts), shape=tuple(node.attrs["shape"])).tocsr()
-    else:
-        matrix = node
-        float_vectors(node[:1], path)
-    values = new_array(tuple(map(int, matrix.shape)))
-    rows = max(1, PIECE_NUMBERS // max(1, matrix.shape[1]))
+    if not hasattr(node, "shape"):
+        raise ConfigError(
+            f"{path}: {node.name} is a sparse matrix, and dense vectors are needed;"
+            " reduce it with scanpy.pp.pca, which writes obsm['X_pca']"
+        )
+    float_vectors(node[:1], path)
+    values = new_array(node.shape)
+    rows = max(1, PIECE_NUMBERS // max(1, node.shape[1]))
     for start in range(0, len(values), rows):
-        piece = matrix[start : start + rows]
-        values[start : start + rows] = piece.toarray() if kind in SPARSE else piece
+        values[start : start + rows] = node[start : start + rows]
     return values
 
 
@@ -215,10 +209,6 @@ def _read_column(node: Any) -> Any:
         values = _read_column(_open_member(node, "values"))
         is_missing = pa.array(_open_member(node, "mask")[:])
         return pa.compute.if_else(is_missing, pa.scalar(None, values.type), values)
-    if "categories" in node.attrs:  # categories as anndata 0.7 stored them
-        categories = _read_column(node.file[node.attrs["categories"]])
-        codes = node[:]
-        return categories.take(pa.array(codes, mask=codes < 0))
     is_text = h5py.check_string_dtype(node.dtype) is not None
     return pa.array(node.asstr()[:] if is_text else node[:])
 

@@ -45,14 +45,6 @@ class ImagePaths:
         self._inside = filesystem.resolver(self.root, options.follow_links)
         self._following = filesystem.resolver(self.root, follow_links=True)
 
-    def find(self, given: str) -> str | None:
-        """Return the full path or URI of an image, or None if it is outside the folder.
-
-        Args:
-            given: The path as the table has it. The file need not exist.
-        """
-        return self.locate(given)[0]
-
     def locate(self, given: str) -> tuple[str | None, tuple[int, int]]:
         """Find an image by its path as it is written, or as other programs write it.
 
@@ -80,7 +72,7 @@ class ImagePaths:
         return path, stat
 
     def refusal(self, given: str) -> str:
-        """Return why :meth:`find` returns None for a path, and what to do.
+        """Return why :meth:`locate` finds no path, and what to do.
 
         Args:
             given: The path as the table has it.

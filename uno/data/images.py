@@ -6,7 +6,6 @@ encoded where they are stored until they are read.
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,7 +25,6 @@ Image = bytes | str | np.ndarray
 # Rows that are stored together count as sorted by class if a sample of whole groups has
 # less than this share of the classes of a sample of single rows.
 SORTED_SHARE = 0.9
-log = logging.getLogger(__name__)
 EXTENSIONS = (
     ".jpg",
     ".jpeg",
@@ -497,7 +495,7 @@ def spread(
     images that are stored together, whole groups are chosen evenly spaced, the same
     ones for all kinds of rows as far as they suffice. If the groups are sorted by
     class, so that a few of them show few classes, single rows are chosen evenly spaced
-    after all, and a warning is logged.
+    after all.
 
     Args:
         images: The images of all rows.
@@ -521,10 +519,6 @@ def spread(
             np.unique(labels[even[0]], return_index=True),
         )
         if len(shown) < SORTED_SHARE * len(all_shown):
-            log.warning(
-                "images are sorted by class: for each that is looked at, all stored"
-                " with it are read"
-            )
             return even
         lacking = first[~np.isin(all_shown, shown)]
         # The classes that whole groups do not show are rare ones.
@@ -607,26 +601,6 @@ def path_of(image: Image) -> str | None:
         The absolute path or the URI, or None if the image is not in a file.
     """
     return valid_text(full_path(image)) if isinstance(image, str) and image else None
-
-
-def row_names(
-    ids: pa.LargeStringArray, images: Images, rows: Sequence[int]
-) -> list[str]:
-    """Return the texts by which messages name some rows.
-
-    Args:
-        ids: The ids of N rows.
-        images: The images of the N rows.
-        rows: Numbers of the rows to name.
-
-    Returns:
-        For each of ``rows`` a text such as 'row-7 (/photos/a.jpg)', as :func:`name_row`
-        makes it.
-    """
-    paths = images.paths(np.array(rows, np.int64))
-    return [
-        name_row(str(ids[row]), path) for row, path in zip(rows, paths, strict=True)
-    ]
 
 
 def name_row(name: str, path: str | None) -> str:

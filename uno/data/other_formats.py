@@ -58,6 +58,7 @@ FIXES = {
 ``{path}`` stands for the path of the file.
 """
 COCO_OF_ROBOFLOW = "_annotations.coco.json"
+SEVERAL_CLASSES_OF_ROBOFLOW = "_classes.csv"
 USUAL_BESIDE_IMAGES = (".json", ".npy", ".npz", ".pt", ".pth", ".h5ad", ".gz", ".txt")
 """Endings of files that lie beside images for many reasons."""
 
@@ -107,38 +108,36 @@ def hint_of_files(names: Iterable[str]) -> str:
     return ""
 
 
-def format_of_boxes(root: str) -> str:
-    """Return the format in which a folder has boxes around objects.
+def refuse_annotations(root: str) -> None:
+    """Refuse a folder whose annotations are not one class for an image.
 
     Args:
         root: Path or URI of the folder.
 
-    Returns:
-        "COCO", "YOLO" or "Pascal VOC"; '' if the folder has no layout of theirs.
+    Raises:
+        ConfigError: The folder has the layout of COCO, YOLO or Pascal VOC, or
+            Roboflow's table of several classes an image.
     """
     top, _ = children(root)
+    kind = ""
     for place in (root, *(join(root, name) for name in top if name in SPLITS)):
         folders, files = children(place)
+        if SEVERAL_CLASSES_OF_ROBOFLOW in files:
+            raise ConfigError(
+                f"{join(place, SEVERAL_CLASSES_OF_ROBOFLOW)} may give an image several"
+                " classes, and one is needed; export the images as folders of classes"
+            )
         if COCO_OF_ROBOFLOW in files:
-            return "COCO"
-        if {"images", "labels"} <= {*folders}:
-            return "YOLO"
-        if {"JPEGImages", "Annotations"} <= {*folders}:
-            return "Pascal VOC"
+            kind = "COCO"
+        elif {"images", "labels"} <= {*folders}:
+            kind = "YOLO"
+        elif {"JPEGImages", "Annotations"} <= {*folders}:
+            kind = "Pascal VOC"
     if "annotations" in top:
         _, files = children(join(root, "annotations"))
         if any(name.startswith("instances") for name in files):
-            return "COCO"
-    return ""
-
-
-def refuse_boxes(root: str) -> None:
-    """Refuse a folder with boxes around objects, which has no class for an image.
-
-    Raises:
-        ConfigError: The folder has the layout of COCO, YOLO or Pascal VOC.
-    """
-    if kind := format_of_boxes(root):
+            kind = "COCO"
+    if kind:
         raise ConfigError(
             f"{root} has boxes around objects ({kind}), and classes are discovered for"
             " whole images; crop the boxes, as FiftyOne does: import the folder and"

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import posixpath
-import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from itertools import chain
 from typing import Any
-from urllib.parse import unquote
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute
-import pyarrow.dataset
 import pyarrow.parquet
 
 from uno.data import files as filesystem
 from uno.data.columns import ROWS_AT_ONCE
-from uno.data.image_paths import ImagePaths
 from uno.data.images import Image, Images, InMemory, MissingImage
 from uno.data.other_formats import hint_of_files
-from uno.data.rows import DEFAULT_OPTIONS, SPLITS, ReadOptions
+from uno.data.rows import SPLITS
 from uno.errors import ConfigError, one_line
 from uno.limits import MAX_TABLE_BYTES
 from uno.text import plural
@@ -32,13 +29,10 @@ from uno.text import plural
 # The file that uno.data.pack writes beside its shards, and its key in their metadata.
 PACKING, PACKED = "pack.json", "uno"
 FOOTERS = 16  # the number of footers that are read at once
-VERIFIED = pyarrow.dataset.ParquetFragmentScanOptions(page_checksum_verification=True)
-# Rows of a row group that are read at a time for predictions, and the size in bytes of
-# the buffer for that.
-READ_ROWS, READ_BYTES = 512, 2**20
+READ_ROWS = 512  # rows of a row group that are read at a time for predictions
+READ_BYTES = {False: 2**20, True: 2**23}
+"""Whether a file is remote -> the number of bytes that are read at once for that."""
 RECENT_GROUPS = 2  # row groups that are kept in memory after a part of them was read
-REQUEST_BYTES = 64 * 2**20  # the most bytes of a remote file that are read in one piece
-WHOLE = re.compile(r"-?(0|[1-9][0-9]{0,17})")  # an int64 without leading zeros
 VIEWS = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
 """Arrow's newer types of text and bytes -> the types that they are cast to."""
 TEXT, BINARY = (pa.string(), pa.large_string()), (pa.binary(), pa.large_binary())
@@ -96,76 +90,49 @@ def parquet_files(
 class ParquetImages(Images):
     """The images of a column in Parquet files, read when a row is needed.
 
-    A row group is read as a whole. The object keeps the footers of its files, and the
-    row groups that were last read in part. A pickled copy reads them again.
+    A row group is read as a whole. The object keeps the row groups that were last read
+    in part. A pickled copy reads them again.
 
     Args:
-        root: Folder that image paths in the column are relative to.
-        files: Path or URI of each file.
+        shards: The files.
         column: Name of the column: bytes or struct<bytes, path>.
-        stats: Size in bytes and time of the last change in ns of each file, -1 where
-            they are not known. A known size saves a request.
-        options: How the source is read.
-        opened: The files, if their footers are already read.
+        times: When each file was last changed, ns since 1970, -1 where it is not known.
     """
 
     def __init__(
-        self,
-        root: str,
-        files: Sequence[str],
-        column: str,
-        stats: Sequence[Sequence[int]],
-        options: ReadOptions = DEFAULT_OPTIONS,
-        opened: Sequence[OpenedParquet] | None = None,
+        self, shards: Sequence[ParquetShard], column: str, times: Sequence[int]
     ) -> None:
-        """Read the footers of the files, unless they are given."""
-        self.root, self.column, self._options = root, column, options
-        self._files = [(file, stat[0]) for file, stat in zip(files, stats, strict=True)]
-        if opened is None:
-            with ThreadPoolExecutor(FOOTERS) as pool:
-                opened = list(pool.map(lambda file: OpenedParquet(*file), self._files))
-        self._start_caches(opened)
-        groups = [
-            (at, file, g)
-            for at, file in enumerate(opened)
-            for g in range(file.metadata.num_row_groups)
+        self.shards, self.column = shards, column
+        self._groups = [
+            (shard, number)
+            for shard in shards
+            for number in range(shard.metadata.num_row_groups)
         ]
-        self._groups = [(at, g) for at, _, g in groups]
-        self._starts = np.cumsum(
-            [0, *(file.metadata.row_group(g).num_rows for _, file, g in groups)]
-        )
-        self._bytes = np.array(
-            [file.column_bytes(g, [column]) for _, file, g in groups], np.int64
-        )
-        num_groups = [file.metadata.num_row_groups for file in opened]
-        self._times = np.repeat([stat[1] for stat in stats], num_groups).astype(
-            np.int64
-        )
-        without_bytes = [file.rows_without_bytes(column) for file in opened]
-        self._names_files = any(least for least, _ in without_bytes)
-        self._may_name_files = any(most for _, most in without_bytes)
+        rows = [shard.metadata.row_group(g).num_rows for shard, g in self._groups]
+        self._starts = np.cumsum([0, *rows])
+        stored = [shard.column_bytes(g, column) for shard, g in self._groups]
+        self._bytes = np.array(stored, np.int64)
+        num_groups = [shard.metadata.num_row_groups for shard in shards]
+        self._times = np.repeat(np.array(times, np.int64), num_groups)
+        self._forget_groups()
 
-    def _start_caches(self, opened: Sequence[OpenedParquet | None]) -> None:
-        """Set the footers of the files, and start with no row group in memory.
-
-        Args:
-            opened: Each file with its footer, None if the footer is still to be read.
-        """
-        self._opened, self._lock = [*opened], threading.Lock()
+    def _forget_groups(self) -> None:
+        """Start with no row group in memory."""
+        self._lock = threading.Lock()
         self._recent = OrderedDict[int, Future[Any]]()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy in another process needs: no footers and no images."""
+        """Return what a copy in another process needs, which is no row groups."""
         return {
             name: value
             for name, value in self.__dict__.items()
-            if name not in ("_opened", "_lock", "_recent")
+            if name not in ("_lock", "_recent")
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a pickled copy, which reads the footers of its files when needed."""
+        """Restore a pickled copy."""
         self.__dict__.update(state)
-        self._start_caches([None] * len(self._files))
+        self._forget_groups()
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -177,14 +144,13 @@ class ParquetImages(Images):
         is kept for the next call.
         """
         groups, found = self.groups(rows), [b""] * len(rows)  # type: np.ndarray, list[Image]
-        inside = ImagePaths(self.root, self._options).find
         for group in map(int, np.unique(groups)):
             at, first = np.flatnonzero(groups == group), int(self._starts[group])
             if len(at) == self._starts[group + 1] - first:
                 column = self._read_group(group)
             else:
                 column = self._recent_group(group)
-            images = _images_in(column.take(pa.array(rows[at] - first)), inside)
+            images = _images_in(column.take(pa.array(rows[at] - first)))
             for i, image in zip(at.tolist(), images, strict=True):
                 found[i] = image
         return found
@@ -198,20 +164,8 @@ class ParquetImages(Images):
         Returns:
             An Arrow array.
         """
-        file, number = self._find_group(group)
-        return file.read([self.column], number)[self.column].combine_chunks()
-
-    def _find_group(self, group: int) -> tuple[OpenedParquet, int]:
-        """Return the file of a row group, and the number of the row group in it.
-
-        Args:
-            group: Number of the row group, counted over all files.
-        """
-        at, number = self._groups[group]
-        file = self._opened[at]
-        if file is None:  # two threads may read the same footer, which does no harm
-            file = self._opened[at] = OpenedParquet(*self._files[at])
-        return file, number
+        shard, number = self._groups[group]
+        return shard.read([self.column], number)[self.column].combine_chunks()
 
     def split_rows(self, rows: np.ndarray, size: int) -> Iterator[Images]:
         """Yield the images of some rows in parts.
@@ -226,9 +180,9 @@ class ParquetImages(Images):
         if (np.diff(rows) < 0).any():
             yield from super().split_rows(rows, size)
             return
-        images, inside = list[Image](), ImagePaths(self.root, self._options).find
+        images = list[Image]()
         for column in self._scan(rows):
-            images += _images_in(column, inside)
+            images += _images_in(column)
             while len(images) >= size:
                 yield InMemory(images[:size])
                 del images[:size]
@@ -243,9 +197,9 @@ class ParquetImages(Images):
         """
         groups = self.groups(rows)
         for group in np.unique(groups).tolist():
-            file, number = self._find_group(group)
+            shard, number = self._groups[group]
             wanted, start = rows[groups == group] - self._starts[group], 0
-            for batch in file.batches([self.column], number):
+            for batch in shard.batches(self.column, number):
                 inside = (wanted >= start) & (wanted < start + len(batch))
                 if inside.any():
                     yield batch[self.column].take(pa.array(wanted[inside] - start))
@@ -318,10 +272,7 @@ class ParquetImages(Images):
         return (number + 1) * total // num - number * total // num
 
     def times(self, rows: np.ndarray) -> np.ndarray:
-        """Return when the file of each image was last changed.
-
-        If the statistics of the files say that rows have a path in place of bytes, the
-        time is that of the Parquet file or of the image file, whichever is later.
+        """Return when the Parquet file of each image was last changed.
 
         Args:
             rows: Row numbers, int64 (n,).
@@ -329,83 +280,65 @@ class ParquetImages(Images):
         Returns:
             ns since 1970, int64 (n,).
         """
-        times = self._times[self.groups(rows)]
-        if not self._names_files:
-            return times
-        parts = self.split_rows(rows, READ_ROWS)
-        of_files = [part.times(np.arange(len(part))) for part in parts]
-        return np.maximum(times, np.concatenate([times[:0], *of_files]))
+        return self._times[self.groups(rows)]
 
     def paths(self, rows: np.ndarray) -> list[str | None]:
-        """Return the path of each image, None if the column holds its bytes.
-
-        Nothing is read if no row has a path in place of bytes.
-
-        Args:
-            rows: Row numbers, int64 (n,).
-        """
-        return super().paths(rows) if self._may_name_files else [None] * len(rows)
+        """Return None for each row, because no image is a file of its own."""
+        return [None] * len(rows)
 
     @property
     def is_remote(self) -> bool:
         """Whether the Parquet files are in remote storage."""
-        return any(filesystem.is_uri(path) for path, _ in self._files)
+        return any(filesystem.is_uri(shard.path) for shard in self.shards)
 
     def reader(self) -> ParquetImages:
         """Return this object, because any node can read the files."""
         return self
 
 
-class OpenedParquet:
-    """A Parquet file with its footer in memory.
+class ParquetShard:
+    """A Parquet file. Its footer is read once, when it is first needed.
 
-    Checksums of pages are verified. If the size of a remote file is known, its footer
-    is read with one request, and so is the column of a row group.
+    Checksums of pages are verified. A pickled copy reads the footer again.
 
     Args:
         path: Path or URI of the file.
-        size: Its size in bytes, -1 if not known.
-
-    Attributes:
-        path: Path or URI of the file.
-        metadata: The footer, a ``pyarrow.parquet.FileMetaData``.
-        schema: The Arrow schema.
-
-    Raises:
-        ConfigError: The file cannot be read, is no Parquet file, or its footer
-            contradicts itself.
     """
 
-    def __init__(self, path: str, size: int) -> None:
-        """Read the footer of the file, and check that its row counts agree."""
+    def __init__(self, path: str) -> None:
         self.path = path
-        with self.errors():
-            files, inner = filesystem.locate(path)
-            if filesystem.is_uri(path):
-                format = pyarrow.dataset.ParquetFileFormat(
-                    default_fragment_scan_options=VERIFIED
-                )
-                known = None if size < 0 else size
-                self._fragment = format.make_fragment(
-                    inner, filesystem=files, file_size=known
-                )
-                self.metadata, self.schema = (
-                    self._fragment.metadata,
-                    self._fragment.physical_schema,
-                )
-            else:  # the name of a local file need not be valid text
-                with self._open() as file:
-                    self.metadata, self.schema = file.metadata, file.schema_arrow
-        groups = [
-            self.metadata.row_group(g).num_rows
-            for g in range(self.metadata.num_row_groups)
-        ]
-        num = self.metadata.num_rows
-        if sum(groups) != num or min(groups, default=0) < 0:
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how a copy in another process is made."""
+        return ParquetShard, (self.path,)
+
+    @cached_property
+    def metadata(self) -> Any:
+        """The footer of the file, a ``pyarrow.parquet.FileMetaData``.
+
+        Raises:
+            ConfigError: The file cannot be read, is no Parquet file, or its footer
+                contradicts itself.
+        """
+        with self.errors(), self._open() as file:
+            found = file.metadata
+        groups = [found.row_group(g).num_rows for g in range(found.num_row_groups)]
+        if sum(groups) != found.num_rows or min(groups, default=0) < 0:
             raise ConfigError(
-                f"{path}: its row groups have {plural(sum(groups), 'row')}, {num:,} by"
-                " its footer"
+                f"{self.path}: its row groups have {plural(sum(groups), 'row')},"
+                f" {found.num_rows:,} by its footer"
             )
+        return found
+
+    @cached_property
+    def schema(self) -> Any:
+        """The Arrow schema of the file.
+
+        Raises:
+            ConfigError: The file cannot be read, or is no Parquet file.
+        """
+        with self.errors():
+            return self.metadata.schema.to_arrow_schema()
 
     def read(self, columns: Sequence[str], group: int | None = None) -> Any:
         """Read some columns.
@@ -420,21 +353,15 @@ class OpenedParquet:
         Raises:
             ConfigError: The file is damaged or cannot be read.
         """
-        with self.errors("Parquet file" if group is None else f"row group {group} of"):
-            if filesystem.is_uri(self.path):
-                wanted = (
-                    self._fragment
-                    if group is None
-                    else self._fragment.subset(row_group_ids=[group])
-                )
-                table = wanted.to_table(columns=columns, use_threads=False)
-            else:
-                with self._open(self.metadata) as file:
-                    table = (
-                        file.read(columns)
-                        if group is None
-                        else file.read_row_group(group, columns)
-                    )
+        with (
+            self.errors("Parquet file" if group is None else f"row group {group} of"),
+            self._open(metadata=self.metadata, pre_buffer=True) as file,
+        ):
+            table = (
+                file.read(columns)
+                if group is None
+                else file.read_row_group(group, columns)
+            )
             table.validate(full=True)
             table = without_views(table)
         if table.num_columns:
@@ -462,31 +389,27 @@ class OpenedParquet:
                 " its footer"
             )
 
-    def column_bytes(self, group: int, columns: Sequence[str]) -> int:
-        """Return the stored size of some columns in a row group, in bytes.
+    def column_bytes(self, group: int, column: str) -> int:
+        """Return the stored size of a column in a row group, in bytes.
 
         Args:
             group: Number of the row group.
-            columns: Names of the columns.
+            column: Name of the column.
         """
         row_group = self.metadata.row_group(group)
         chunks = (row_group.column(i) for i in range(row_group.num_columns))
         with self.errors(f"row group {group} of"):
-            own = (c for c in chunks if c.path_in_schema.split(".")[0] in columns)
+            own = (c for c in chunks if c.path_in_schema.split(".")[0] == column)
             return sum(c.total_compressed_size for c in own)
 
-    def rows_without_bytes(self, column: str) -> tuple[int, int]:
-        """Return how many rows have no bytes, by the statistics of the file.
+    def holds_only_paths(self, column: str) -> bool:
+        """Return whether no row of a column has bytes, by the statistics of the file.
 
         Args:
-            column: Name of a column struct<bytes, path>. Both numbers are 0 for a
-                column of another type.
-
-        Returns:
-            The least and the largest number of such rows. They differ if the file has
-            no statistics.
+            column: Name of a column struct<bytes, path>. The result is False for a
+                column of another type, and for a file without statistics.
         """
-        least = most = 0
+        num_nulls = 0
         with self.errors():
             for number in range(self.metadata.num_row_groups):
                 group = self.metadata.row_group(number)
@@ -494,18 +417,16 @@ class OpenedParquet:
                     if chunk.path_in_schema == f"{column}.bytes":
                         found = chunk.statistics
                         is_known = found is not None and found.has_null_count
-                        least += found.null_count if is_known else 0
-                        most += found.null_count if is_known else group.num_rows
-        return least, most
+                        num_nulls += found.null_count if is_known else 0
+        return 0 < num_nulls == self.metadata.num_rows
 
-    def batches(self, columns: Sequence[str], group: int) -> Iterator[Any]:
-        """Yield some columns of a row group, at most :data:`READ_ROWS` rows at a time.
+    def batches(self, column: str, group: int) -> Iterator[Any]:
+        """Yield a column of a row group, at most :data:`READ_ROWS` rows at a time.
 
-        A remote row group of at most :data:`REQUEST_BYTES` is read in one piece. A
-        larger one and a local one are read page by page, to save memory.
+        It is read in small pieces, so that the row group may be larger than the memory.
 
         Args:
-            columns: Names of the columns.
+            column: Name of the column.
             group: Number of the row group in the file.
 
         Yields:
@@ -514,39 +435,29 @@ class OpenedParquet:
         Raises:
             ConfigError: The file is damaged or cannot be read.
         """
-        if (
-            filesystem.is_uri(self.path)
-            and self.column_bytes(group, columns) <= REQUEST_BYTES
-        ):
-            yield from self.read(columns, group).to_batches(READ_ROWS)
-            return
-        num = 0
+        num, size = 0, READ_BYTES[filesystem.is_uri(self.path)]
         with (
             self.errors(f"row group {group} of"),
-            self._open(self.metadata, READ_BYTES) as file,
+            self._open(metadata=self.metadata, buffer_size=size) as file,
         ):
-            for batch in file.iter_batches(READ_ROWS, [group], columns):
+            for batch in file.iter_batches(READ_ROWS, [group], [column]):
                 batch.validate(full=True)
                 num += len(batch)
                 yield without_views(batch)
         self._require_rows(num, group)
 
     @contextmanager
-    def _open(self, metadata: Any = None, buffer: int = 0) -> Iterator[Any]:
+    def _open(self, **options: Any) -> Iterator[Any]:
         """Open the file as a ``pyarrow.parquet.ParquetFile`` for a ``with`` block.
 
         Args:
-            metadata: The footer, if it is already read.
-            buffer: Size in bytes of the buffer for reads, 0 for none.
+            **options: Arguments of ``ParquetFile``.
         """
-        options = {
-            "metadata": metadata,
-            "page_checksum_verification": True,
-            "buffer_size": buffer,
-        }
         with (
             filesystem.open_file(self.path) as file,
-            pa.parquet.ParquetFile(file, **options) as parquet,
+            pa.parquet.ParquetFile(
+                file, page_checksum_verification=True, **options
+            ) as parquet,
         ):
             yield parquet
 
@@ -559,114 +470,54 @@ class OpenedParquet:
         return filesystem.reading(f"{what} {self.path}")
 
 
-def _images_in(column: Any, inside: Callable[[str], str | None]) -> list[Image]:
-    """Return the images of an Arrow column: bytes, or else paths.
+def _images_in(column: Any) -> list[Image]:
+    """Return the images of an Arrow column.
 
     Args:
-        column: Arrow array of bytes, text or struct<bytes, path>.
-        inside: Returns the full path of a relative one, None if it is no file that may
-            be read.
+        column: Arrow array of bytes or struct<bytes, path>.
 
     Returns:
-        Bytes or the full path of each row. A row without either has an empty image; in
-        a column of structs the image also says why.
+        The bytes of each row. A row without bytes has an empty image; in a column of
+        structs the image also says why.
     """
     column = column.cast(plain_type(column.type))
     if column.type in BINARY:
         return [value or b"" for value in column.to_pylist()]
-    if column.type in TEXT:
-        return [(path and inside(path)) or "" for path in column.to_pylist()]
-    values = pa.compute.struct_field(column, "bytes").to_pylist()
-    paths = (
-        pa.compute.struct_field(column, "path").to_pylist()
-        if "path" in column.type.names
-        else values
-    )
+    rows = (row or {} for row in column.to_pylist())
     return [
-        value or (path and inside(path)) or MissingImage(_without_image(path))
-        for value, path in zip(values, paths, strict=True)
+        row.get("bytes") or MissingImage(_without_bytes(row.get("path")))
+        for row in rows
     ]
 
 
-def _without_image(path: str | bytes | None) -> str:
+def _without_bytes(path: str | None) -> str:
     """Return the reason why a row has no image, and what to do, for messages.
 
     Args:
         path: The path of the row in a column struct<bytes, path>, if it has one.
     """
-    fix = "embed the bytes of the image, or delete the row"
-    if not path:
-        return f"no image data: it has neither bytes nor a path; {fix}"
-    name = path.decode(errors="replace") if isinstance(path, bytes) else path
-    where = f"its path {one_line(name)[:200]} is no file in the data folder"
-    return f"no image data: it has no bytes, and {where}; {fix}"
+    has = f"only the path {one_line(path)[:200]}" if path else "and no path"
+    return (
+        f"no image data: it has no bytes, {has}; embed the bytes of the image, or"
+        " delete the row"
+    )
 
 
-def partition_columns(
-    files: Sequence[filesystem.FileEntry],
-) -> list[dict[str, str | int | None]]:
-    """Return the columns that the folders of each file stand for, by hive partitioning.
-
-    A folder ``split=test`` stands for a column ``split`` with the value ``test`` in
-    every row below it. Values are unquoted (``a%20b``), and
-    ``__HIVE_DEFAULT_PARTITION__`` is null. The values of a column become int if all
-    files have whole numbers there.
-
-    Args:
-        files: The files, with paths relative to the folder that is the source.
-
-    Returns:
-        Column name -> value, for each file.
-
-    Raises:
-        ConfigError: Two folders of one path have the same name, or are not UTF-8.
-    """
-    found = [_hive_values(filesystem.valid_text(file.relative)) for file in files]
-    for name in {name for values in found for name in values}:
-        texts = [values[name] for values in found if name in values]
-        if all(text is None or WHOLE.fullmatch(str(text)) for text in texts):
-            for values in found:
-                if (text := values.get(name)) is not None:
-                    values[name] = int(text)
-    return found
-
-
-def _hive_values(relative: str) -> dict[str, str | int | None]:
-    """Return the name and value of each folder NAME=VALUE in a file's path.
-
-    Raises:
-        ConfigError: Two folders have the same name, or one cannot be parsed.
-    """
-    folder = posixpath.dirname(relative)
-    pairs = [part for part in folder.split("/") if part.find("=") > 0]
-    if not pairs:
-        return {}
-    names = [unquote(pair.partition("=")[0]) for pair in pairs]
-    if len(set(names)) < len(names):
-        raise ConfigError(f"{relative}: two of its folders name one column; rename one")
-    with filesystem.reading(relative):
-        columns = pa.schema([(name, pa.string()) for name in names])
-        expression = pyarrow.dataset.HivePartitioning(columns).parse(
-            "/".join([*pairs, ""])
-        )
-        return dict(pyarrow.dataset.get_partition_keys(expression))
-
-
-def is_training(name: str) -> bool:
-    """Return whether the rows of a file are for training, by its name.
+def split_of(name: str) -> str:
+    """Return the split of the rows of a file by its name, "train" or "test".
 
     Args:
         name: Relative path, such as train-0-of-4.parquet or test/0000.parquet.
 
     Returns:
-        False if the first word of the file's name, or else the name of its folder,
-        names test or validation.
+        What the first word of the file's name says, or else the name of its folder;
+        "train" if neither is a split.
     """
     words = [
         posixpath.basename(name).removesuffix(".parquet").split("-")[0],
         *name.split("/")[-2:-1],
     ]
-    return next((SPLITS[word] for word in words if word in SPLITS), "train") == "train"
+    return next((SPLITS[word] for word in words if word in SPLITS), "train")
 
 
 def json_at(text: str | bytes, *names: str) -> Any:

@@ -24,7 +24,7 @@ from uno.config import DataConfig
 from uno.data.columns import fill_labels, rename_classes
 from uno.data.decode import BadImage, ImageFacts, inspect_image, map_images, ok_mask
 from uno.data.files import normalize_path
-from uno.data.images import Images, as_images, evenly_spaced
+from uno.data.images import Images, as_images, evenly_spaced, name_row
 from uno.errors import ConfigError, one_line
 from uno.limits import MAX_LABEL_LENGTH, MAX_ROWS
 from uno.text import composed
@@ -258,6 +258,15 @@ class Rows:
     def ids_of(self, rows: np.ndarray) -> pa.StringArray:
         """Return the ids of some rows int64 (n,), in that order."""
         return self.ids.take(rows).cast(pa.string())
+
+    def name_of(self, row: int) -> str:
+        """Return the text by which messages name a row, see :func:`name_row`.
+
+        Args:
+            row: The number of the row.
+        """
+        (path,) = self.images.paths(np.array([row]))
+        return name_row(str(self.ids[row]), path)
 
     @property
     def times_hash(self) -> str:

@@ -8,6 +8,7 @@ resumed run needs no stored random state.
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -104,7 +105,8 @@ def make_plan(
 
     Raises:
         ConfigError: There are no labeled or no unlabeled rows, or the batch size does
-            not work. The message names the nearest sizes that do.
+            not work. The message names the nearest smaller size that does, or else the
+            nearest larger one.
     """
     if num_labeled < 1 or num_unlabeled < 1:
         found = f"found {num_labeled} labeled, {num_unlabeled} unlabeled"
@@ -116,13 +118,11 @@ def make_plan(
     if not isinstance(sizes, str):
         return Plan(seed, num_labeled, num_unlabeled, *sizes)
     most = min(2 * (num_labeled + num_unlabeled), batch_size + 100_000)
-    sides = range(min(batch_size - 1, most), 1, -1), range(batch_size + 1, most + 1)
-    nearest = [
-        next((str(b) for b in side if not isinstance(sizes_of(b), str)), "")
-        for side in sides
-    ]
-    valid = " or ".join(filter(None, nearest))
-    fix = f"nearest batch_size that works: {valid}" if valid else "use fewer workers"
+    smaller = range(min(batch_size - 1, most), 1, -1)
+    larger = range(batch_size + 1, most + 1)
+    works = (b for b in chain(smaller, larger) if not isinstance(sizes_of(b), str))
+    valid = next(works, None)
+    fix = f"a batch_size that works: {valid}" if valid else "use fewer workers"
     raise ConfigError(f"batch_size {batch_size}: {sizes}; {fix}")
 
 

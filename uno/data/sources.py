@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib import resources
 from itertools import chain
-from typing import Literal, cast
+from typing import cast
 
 import numpy as np
 import pyarrow as pa
@@ -36,7 +36,7 @@ from uno.data.embeddings import read_vectors
 from uno.data.files import FileEntry, children, join, valid_text
 from uno.data.images import EXTENSIONS, Files, InMemory, is_image
 from uno.data.label_files import with_label_file
-from uno.data.other_formats import fix_for, meaning_of, refuse_boxes
+from uno.data.other_formats import fix_for, meaning_of, refuse_annotations
 from uno.data.rows import DEFAULT_OPTIONS, SPLITS, ReadOptions, Rows
 from uno.data.tables import read_parquet, read_table
 from uno.data.tar import read_tar
@@ -123,8 +123,6 @@ class Source:
     Attributes:
         read: Reads the rows of a path or URI.
         suffixes: Endings of the files that are of this kind.
-        in_folders: Whether a folder with such files is of this kind: "never"; "alone"
-            if there are no images in it; or "always".
         is_downloaded: Whether the path may be missing because the data can be
             downloaded there.
         has_patterns: Whether a path may be a pattern for several files.
@@ -132,7 +130,6 @@ class Source:
 
     read: Callable[[str, ReadOptions], Rows]
     suffixes: tuple[str, ...] = ()
-    in_folders: Literal["never", "alone", "always"] = "never"
     is_downloaded: bool = False
     has_patterns: bool = False
 
@@ -224,16 +221,17 @@ def recognize(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> str:
             and CIFAR100.
     """
     if filesystem.kind(path) == "file":
-        kind = _kind_of(filesystem.split(path)[1].lower())
-        if kind is None:
-            *others, last = chain.from_iterable(
-                source.suffixes for source in SOURCES.values()
-            )
-            fix = f"; this is {fix_for(path)}" if fix_for(path) else ""
-            raise ConfigError(
-                f"{path}: a file source must end in {', '.join(others)} or {last}{fix}"
-            )
-        return kind
+        name = filesystem.split(path)[1].lower()
+        for kind, source in SOURCES.items():
+            if name.endswith(source.suffixes):
+                return kind
+        *others, last = chain.from_iterable(
+            source.suffixes for source in SOURCES.values()
+        )
+        fix = f"; this is {fix_for(path)}" if fix_for(path) else ""
+        raise ConfigError(
+            f"{path}: a file source must end in {', '.join(others)} or {last}{fix}"
+        )
     folders, files = children(path)
     cifar = recognize_cifar(folders, files)
     if len(cifar) > 1:
@@ -243,53 +241,20 @@ def recognize(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> str:
         )
     if cifar:
         return cifar[0]
-    always = next(
-        (kind for kind in map(_kind_of, files) if _in_folders(kind) == "always"), None
-    )
-    if always is not None:
-        return always
+    if any(name.endswith(".parquet") for name in files):
+        return "parquet"
     if has_labels(path, options):
         return "imagefolder"
     train = children(join(path, "train"))[0] if "train" in folders else []
     if train:
         return "imagenet" if all(is_wnid(name) for name in train) else "folder"
-    alone, holds_images = None, False
+    holds_shards = holds_images = False
     for found in filesystem.walk(path, options.follow_links):
-        kind = _kind_of(found.relative)
-        if kind is not None and _in_folders(kind) == "always":
-            return kind
-        alone = kind if _in_folders(kind) == "alone" else alone
+        if found.relative.endswith(".parquet"):
+            return "parquet"
+        holds_shards = holds_shards or found.relative.endswith(".tar")
         holds_images = holds_images or is_image(found.relative)
-    return "folder" if alone is None or holds_images else alone
-
-
-def _kind_of(name: str) -> str | None:
-    """Return the kind of source that a file is by its ending.
-
-    Args:
-        name: Name of the file, in lower case.
-
-    Returns:
-        A key of :data:`SOURCES`, such as "table" for ``.csv``; None if there is no kind
-        with this ending.
-    """
-    return next(
-        (kind for kind, source in SOURCES.items() if name.endswith(source.suffixes)),
-        None,
-    )
-
-
-def _in_folders(kind: str | None) -> str:
-    """Return whether a folder is of a kind because it has files of this kind.
-
-    Args:
-        kind: A key of :data:`SOURCES`, or None for other files.
-
-    Returns:
-        "never", "alone" (if there are no images in the folder) or "always"; "never" for
-        None.
-    """
-    return "never" if kind is None else SOURCES[kind].in_folders
+    return "tar" if holds_shards and not holds_images else "folder"
 
 
 @cache
@@ -342,7 +307,7 @@ def read_folder(
     """
     folders, _ = children(_directory(root))
     if kind == "folder":
-        refuse_boxes(root)
+        refuse_annotations(root)
     splits = {f"{name}/": SPLITS[name] for name in folders if name in SPLITS}
     if kind == "classes" or not (
         "train" in folders and children(join(root, "train"))[0]
@@ -724,9 +689,9 @@ SOURCES = {
         for kind in ("folder", "classes", "splits")
     },
     "imagefolder": Source(read_annotated_folder),
-    "parquet": Source(read_parquet, suffixes=(".parquet",), in_folders="always"),
+    "parquet": Source(read_parquet, suffixes=(".parquet",)),
     "table": Source(read_table, suffixes=(".csv", ".tsv", ".jsonl")),
-    "tar": Source(read_tar, suffixes=(".tar",), in_folders="alone", has_patterns=True),
+    "tar": Source(read_tar, suffixes=(".tar",), has_patterns=True),
     VECTORS: Source(read_vectors),
 }
 """What the user writes before the colon -> the kind of source that it names."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -24,7 +25,6 @@ from uno.data.columns import (
     make_ids,
     make_labels,
     make_unlabeled,
-    present_classes,
 )
 from uno.data.image_paths import find_images
 from uno.data.images import Images, is_image
@@ -33,14 +33,13 @@ from uno.data.parquet import (
     FOOTERS,
     PACKED,
     TEXT,
-    OpenedParquet,
     ParquetImages,
+    ParquetShard,
     check_images,
-    is_training,
     json_at,
     parquet_files,
-    partition_columns,
     plain_type,
+    split_of,
     values_in,
 )
 from uno.data.rows import DEFAULT_OPTIONS, SPLITS, ReadOptions, Rows
@@ -51,7 +50,6 @@ from uno.limits import MAX_ROWS
 IMAGE_COLUMNS = ("image", "img", "path")
 LABEL_COLUMNS = ("label", "fine_label", "labels")
 TRAINING_COLUMNS = (*LABEL_COLUMNS, "split", "eval_label")
-Names = tuple[str, ...]
 STORE_BYTES = ", or store the bytes of the images in the column"
 
 
@@ -60,8 +58,7 @@ def read_parquet(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
 
     The split of a row is its value in the column ``split``; else it follows from the
     name of the file (train-*, test-*, validation-*) or its folder; else it is train.
-    Folders called NAME=VALUE are columns, as Spark and pandas write them, see
-    :func:`partition_columns`. Bytes of images stay in the files until they are read.
+    Bytes of images stay in the files until they are read.
 
     Args:
         path: Path or URI of the file or folder.
@@ -72,44 +69,32 @@ def read_parquet(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
             do not have the same columns; or a column cannot be used.
     """
     source, (root, files) = f"parquet:{path}", parquet_files(path, options.follow_links)
+    refuse_partitions(source, files, options)
     with ThreadPoolExecutor(FOOTERS) as pool:
-        folders = partition_columns(files)
-        parts = list(
-            pool.map(
-                lambda file, of: _read_file(file, of, options),
-                files,
-                folders,
-            )
-        )
-    tables, class_names, known, left, opened = zip(*parts, strict=True)
-    if len(set(left)) > 1:
+        parts = list(pool.map(partial(_read_file, options=options), files))
+    if len({part.image for part in parts}) > 1:
         raise ConfigError(f"{source}: the files name their image column differently")
-    if len(set(class_names)) > 1:
+    class_names = parts[0].class_names
+    if any(part.class_names != class_names for part in parts):
         raise ConfigError(
             f"{source}: the class names in the metadata differ between files"
         )
-    try:
-        table = pa.concat_tables(tables, promote_options="permissive")
-    except pa.ArrowException as error:
-        raise ConfigError(
-            f"{source}: the files have different columns: {one_line(error)}"
-        ) from None
+    table = join_tables(source, [part.table for part in parts])
     if not len(table):
         raise ConfigError(f"{source}: no rows")
     labels, truth = (
         (
-            encode_column(source, table[c], class_names[0])
+            encode_column(source, table[c], class_names)
             if c in table.column_names
             else None
         )
         for c in ("label", "eval_label")
     )
     require_distinct(source, labels, truth)
-    places, starts = (
-        [filesystem.valid_text(f.relative) for f in files],
-        np.cumsum([0, *map(len, tables)]),
-    )
-    ids = pa.concat_arrays([*map(_make_ids, tables, places, starts.tolist())])
+    places = [filesystem.valid_text(file.relative) for file in files]
+    tables = [part.table for part in parts]
+    starts = np.cumsum([0, *map(len, tables)]).tolist()
+    ids = pa.concat_arrays([*map(_make_ids, tables, places, starts)])
     images: Images
     if "image" in table.column_names:
         images = find_images(
@@ -121,30 +106,65 @@ def read_parquet(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
             otherwise=STORE_BYTES,
         )
     else:
-        images = ParquetImages(
-            root,
-            [f.path for f in files],
-            left[0],
-            [f[2:4] for f in files],
-            options,
-            opened,
-        )
-    is_train, known = table["is_train"].to_numpy(), next(filter(None, known), ())
-    present = opened[0].schema.names
-    is_noted = labels is None and not options.images_only
-    notes = note_of_no_label(path, present, options.columns) if is_noted else ()
-    labels = make_unlabeled(len(table)) if labels is None else labels
+        shards = [part.shard for part in parts]
+        images = ParquetImages(shards, parts[0].image, [file.time for file in files])
+    notes: tuple[str, ...] = ()
+    if labels is None and not options.images_only:
+        notes = note_of_no_label(path, parts[0].shard.schema.names, options.columns)
     return Rows(
         ids,
         images,
-        labels,
-        is_train,
+        make_unlabeled(len(table)) if labels is None else labels,
+        splits_in(source, encode_column(source, table["split"])),
         source,
-        class_names[0],
-        known,
+        class_names,
+        next((part.known for part in parts if part.known), ()),
         notes,
         eval_labels=truth,
     )
+
+
+def refuse_partitions(
+    source: str, files: Iterable[filesystem.FileEntry], options: ReadOptions
+) -> None:
+    """Refuse Parquet files in a folder LABEL=VALUE, as hive partitioning has them.
+
+    Args:
+        source: Name of the source, for errors.
+        files: The files, with paths relative to the folder that is the source.
+        options: How the source is read. Nothing is refused if only images are read.
+
+    Raises:
+        ConfigError: The name of a folder stands for a column that would be read.
+    """
+    wanted = {*TRAINING_COLUMNS, *options.columns.values()}
+    folders = {folder for file in files for folder in file.relative.split("/")[:-1]}
+    for folder in () if options.images_only else sorted(folders):
+        name, mark, _ = folder.partition("=")
+        if mark and name in wanted:
+            raise ConfigError(
+                f"{source}: the folder {one_line(folder)} is no column {name}; write it"
+                " into the files: pyarrow.dataset.dataset(DIR, partitioning='hive')"
+                " reads them with it"
+            )
+
+
+def join_tables(source: str, tables: Sequence[pa.Table]) -> pa.Table:
+    """Concatenate the tables of several files.
+
+    Args:
+        source: Name of the source, for errors.
+        tables: Arrow tables. A column that a table lacks is null there.
+
+    Raises:
+        ConfigError: The types of a column do not fit together.
+    """
+    try:
+        return pa.concat_tables(tables, promote_options="permissive")
+    except pa.ArrowException as error:
+        raise ConfigError(
+            f"{source}: the files have different columns: {one_line(error)}"
+        ) from None
 
 
 def _make_ids(table: Any, name: str, first: int) -> pa.LargeStringArray:
@@ -165,148 +185,108 @@ def _make_ids(table: Any, name: str, first: int) -> pa.LargeStringArray:
     return pa.compute.if_else(pa.compute.equal(given, ""), instead, given)
 
 
-def _read_file(
-    file: filesystem.FileEntry,
-    folders: Mapping[str, str | int | None],
-    options: ReadOptions,
-) -> tuple[Any, Names, Names, str, OpenedParquet]:
+class _FileContent(NamedTuple):
+    """The content of a Parquet file, but for the bytes of its images.
+
+    Attributes:
+        shard: The file.
+        table: The columns split; id, label and eval_label, if the file has them; and
+            image, if the images are paths.
+        image: The name of the column that holds the bytes of the images, '' if they are
+            paths.
+        class_names: The class names of the metadata, empty if it has none.
+        known: The known classes of the metadata, empty if it has none.
+    """
+
+    shard: ParquetShard
+    table: pa.Table
+    image: str
+    class_names: tuple[str, ...]
+    known: tuple[str, ...]
+
+
+def _read_file(file: filesystem.FileEntry, options: ReadOptions) -> _FileContent:
     """Read one Parquet file, but for the bytes of its images.
 
     Args:
         file: The file.
-        folders: Column name -> value, by :func:`partition_columns`.
         options: How the source is read.
-
-    Returns:
-        An Arrow table with the column is_train; with id, label and eval_label, if the
-        file or its folders have them; and with image, if the images are paths. The
-        class names and the known classes of the metadata, empty if it has none. The
-        name of the image column, if it holds bytes and was not read; else ''. The
-        opened file.
 
     Raises:
         ConfigError: The file is damaged, or a column is missing or of a wrong type.
     """
-    name, path, own = file.relative, file.path, options.columns
-    parquet = OpenedParquet(path, file.size)
-    schema, num = parquet.schema, parquet.metadata.num_rows
-    present = present_columns(schema, own, folders)
-    check_names(path, present, options)
+    path, own, shard = file.path, options.columns, ParquetShard(file.path)
+    schema, num = shard.schema, shard.metadata.num_rows
+    check_names(path, schema.names, options)
     image = _image_column(path, own, schema.names)
-    label = own.get("label") or next((c for c in LABEL_COLUMNS if c in present), None)
     if num > MAX_ROWS:
         raise ConfigError(f"{path} has {num:,} rows, more than {MAX_ROWS:,}")
-    check_images(path, schema.field(image).type)
-    only_paths = 0 < num == parquet.rows_without_bytes(image)[0]
-    left = "" if plain_type(schema.field(image).type) in TEXT or only_paths else image
-    theirs = {name: own.get(name, name) for name in ("id", "split", "eval_label")}
-    theirs |= {"label": label or "", "image": image}
+    kind = schema.field(image).type
+    check_images(path, kind)
+    names = {ours: own.get(ours, ours) for ours in ("id", "split", "eval_label")}
+    label = next((c for c in LABEL_COLUMNS if c in schema.names), "")
+    names["label"] = own.get("label", label)
     if options.images_only:
-        theirs = {ours: theirs[ours] for ours in ("id", "image")}
-    wanted = {*theirs.values()} - {image}
-    table = parquet.read(
-        [c for c in schema.names if c in wanted or (c == image and not left)]
-    )
-    columns = {ours: table[c] for ours, c in theirs.items() if c in table.column_names}
-    if not options.images_only:
-        columns |= columns_of_folders(path, theirs, folders, columns, num)
-    if only_paths:
-        columns["image"] = pa.compute.struct_field(columns["image"], "path")
-    elif not left:
-        columns["image"] = columns["image"].cast(plain_type(columns["image"].type))
-    with parquet.errors():
-        columns |= {
-            name: columns[name].cast(pa.string())
-            for name in ("id", "split")
-            if name in columns
-        }
-    given = columns.pop("split", None)
-    is_train = (
-        np.full(num, is_training(name))
-        if given is None
-        else splits_in(path, encode_column(path, given))
-    )
-    found = pa.table({**columns, "is_train": is_train})
+        names = {"id": names["id"]}
+    is_text, only_paths = plain_type(kind) in TEXT, shard.holds_only_paths(image)
+    if is_text or only_paths:
+        names["image"] = image
+    table = read_named_columns(shard, file.relative, names)
+    if is_text or only_paths:
+        column = table["image"]
+        if only_paths:
+            column = pa.compute.struct_field(column, "path")
+        place = table.schema.get_field_index("image")
+        table = table.set_column(place, "image", column.cast(plain_type(column.type)))
     metadata = schema.metadata or {}
     known = json_at(metadata.get(PACKED.encode(), ""), "known")
-    known = tuple(map(str, known)) if isinstance(known, list) else ()
-    names = json_at(
-        metadata.get(b"huggingface", ""), "info", "features", label or "", "names"
+    declared = json_at(
+        metadata.get(b"huggingface", ""),
+        *("info", "features", names.get("label", ""), "names"),
     )
-    if names is not None and (
-        not isinstance(names, list) or len(set(map(str, names))) < len(names)
+    if declared is not None and (
+        not isinstance(declared, list) or len(set(map(str, declared))) < len(declared)
     ):
         raise ConfigError(
             f"{path}: the class names in its metadata are not a list of different names"
         )
-    return (
-        found,
-        tuple(filesystem.valid_text(str(name)) for name in names or ()),
-        known,
-        left,
-        parquet,
+    return _FileContent(
+        shard,
+        table,
+        "" if is_text or only_paths else image,
+        tuple(filesystem.valid_text(str(name)) for name in declared or ()),
+        tuple(map(str, known)) if isinstance(known, list) else (),
     )
 
 
-def present_columns(
-    schema: Any, own: Mapping[str, str], folders: Mapping[str, str | int | None]
-) -> list[str]:
-    """List the columns of a Parquet file and of its folders, by their own names.
-
-    A folder called NAME=VALUE counts as a column. Each name is listed once.
+def read_named_columns(
+    shard: ParquetShard, relative: str, names: Mapping[str, str]
+) -> pa.Table:
+    """Read columns of a Parquet file, and give them their standard names.
 
     Args:
-        schema: The Arrow schema of the file.
-        own: Standard name of a column, such as "label" -> its name in the file.
-        folders: Column name -> value, by :func:`partition_columns`. A folder whose name
-            is that of the column of ids or of images is left out.
-    """
-    of_rows = [own[ours] for ours in own if ours not in TRAINING_COLUMNS]
-    names = [*schema.names, *(name for name in folders if name not in of_rows)]
-    return [*dict.fromkeys(names)]
-
-
-def columns_of_folders(
-    path: str,
-    theirs: Mapping[str, str],
-    folders: Mapping[str, str | int | None],
-    columns: Mapping[str, Any],
-    num_rows: int,
-) -> dict[str, Any]:
-    """Return the columns label, eval_label and split that a file's folders stand for.
-
-    Args:
-        path: The file, as error messages name it.
-        theirs: Standard name of a column -> its name in the source.
-        folders: Column name -> value, by :func:`partition_columns`.
-        columns: The columns of the file itself, by their standard names.
-        num_rows: The number of rows of the file.
+        shard: The file.
+        relative: Its path below the source, which names the split of its rows if the
+            file has no column for it.
+        names: Standard name of a column, such as "label" -> its name in the file. A
+            column that the file lacks is left out.
 
     Returns:
-        Standard column name -> Arrow column with the folder's value in every row.
-        Columns that the file itself has are not among them.
+        The columns that were found, and "split". Ids and splits are text.
 
     Raises:
-        ConfigError: The file has the column as well, with another value.
+        ConfigError: The file is damaged, or ids or splits cannot be text.
     """
-    found = {}
-    for ours in ("label", "eval_label", "split"):
-        name = theirs.get(ours, ours)
-        if name not in folders:
-            continue
-        if ours not in columns:
-            column = pa.repeat(pa.scalar(folders[name]), num_rows)
-            found[ours] = pa.chunked_array([column])
-            continue
-        (expected,) = encode_labels(path, [folders[name]]).to_pylist()
-        held = encode_column(path, columns[ours])
-        values = {*present_classes(held), *((None,) if held.null_count else ())}
-        if differing := sorted(map(repr, values - {expected})):
-            raise ConfigError(
-                f"{path}: its folder says {name}={expected}, a row of its column {name}"
-                f" {one_line(differing[0])}; rename the folder or drop the column"
-            )
-    return found
+    wanted = {*names.values()}
+    found = shard.read([name for name in shard.schema.names if name in wanted])
+    columns = {ours: found[c] for ours, c in names.items() if c in found.column_names}
+    with shard.errors():
+        for ours in {"id", "split"}.intersection(columns):
+            columns[ours] = columns[ours].cast(pa.string())
+    if "split" not in columns:
+        split = pa.repeat(split_of(relative), shard.metadata.num_rows)
+        columns["split"] = pa.chunked_array([split])
+    return pa.table(columns)
 
 
 def _image_column(path: str, own: Mapping[str, str], columns: Sequence[str]) -> str:

@@ -23,13 +23,13 @@ import pyarrow as pa
 import pyarrow.compute
 
 from uno.data import files as filesystem
-from uno.data.columns import has_label, joined
+from uno.data.columns import joined
 from uno.data.files import FileEntry, is_uri, valid_text
 from uno.data.images import Image, Images
 from uno.data.labels import encode_labels
 from uno.data.rows import DEFAULT_OPTIONS, SPLITS, ReadOptions, Rows
 from uno.data.tar_index import ShardContent, index_shards, shown
-from uno.errors import ConfigError, one_line
+from uno.errors import ConfigError
 from uno.limits import MAX_IMAGE_BYTES
 from uno.text import plural
 
@@ -164,7 +164,7 @@ def read_tar(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
     """
     source, shards = f"tar:{path}", find_shards(path, options.follow_links)
     names = [valid_text(shard.relative) for shard in shards]
-    contents = index_shards(filesystem.full_path(path), shards, options.images_only)
+    contents = index_shards(shards, options.images_only)
     found = dict(zip(names, contents, strict=True))
     warnings, notes = _list_warnings(found), _list_notes(found)
     counts = [len(content.images) for content in contents]
@@ -182,7 +182,6 @@ def read_tar(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
         _decode_labels(images.field("label")),
         name_row=lambda row: str(ids[row]),
     )
-    _refuse_labels_in_other_shards(source, found, images.field("key"), ids, labels)
     in_folders = pa.compute.any(pa.compute.match_substring(images.field("key"), "/"))
     has_no_label = not options.images_only and labels.null_count == len(labels)
     if has_no_label and in_folders.as_py():
@@ -278,41 +277,6 @@ def _list_notes(found: Mapping[str, ShardContent]) -> list[str]:
             f"ignored {plural(ignored.total(), 'member')} of the tar files: {named}"
         )
     return lines
-
-
-def _refuse_labels_in_other_shards(
-    source: str,
-    found: Mapping[str, ShardContent],
-    keys: Any,
-    ids: Any,
-    labels: pa.DictionaryArray,
-) -> None:
-    """Refuse labels with an image in another shard, which would count as unlabeled.
-
-    Args:
-        source: Name of the source in messages.
-        found: The content of each shard by its name.
-        keys: The keys of all N rows, an Arrow array.
-        ids: The ids of all N rows.
-        labels: The labels of all N rows.
-
-    Raises:
-        ConfigError: There is such a label.
-    """
-    lost = {
-        valid_text(key): f"{shown(name)} in {shard}"
-        for shard, content in found.items()
-        for key, name in content.lost_labels.items()
-    }
-    is_lost = pa.compute.is_in(keys, pa.array(lost, pa.large_string()))
-    rows = np.flatnonzero(is_lost.to_numpy(zero_copy_only=False) & ~has_label(labels))
-    if len(rows):
-        raise ConfigError(
-            f"{source}: {plural(len(rows), 'label')} in another shard than the image,"
-            f" e.g. {lost[keys[rows[0]].as_py()]} and the image"
-            f" {one_line(repr(ids[rows[0]].as_py()))}; write all members of a key into"
-            " one shard"
-        )
 
 
 def _read_images(path: str, start: np.ndarray, end: np.ndarray) -> list[bytes]:

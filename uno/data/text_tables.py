@@ -10,7 +10,7 @@ import codecs
 import csv
 import io
 import json
-from collections.abc import Sequence
+from collections import Counter
 from typing import Any, NamedTuple
 
 from uno.data import files as filesystem
@@ -59,8 +59,7 @@ def read_csv(path: str) -> TextTable:
     """Read a CSV file whose first line names the columns.
 
     Spaces after a separator are ignored. The separator is the one that gives the first
-    line the most columns, and a comma if several do. A first line ``sep=;``, as Excel
-    writes it, names the separator instead.
+    line the most columns, and a comma if several do.
 
     Args:
         path: Local path or URI of the file.
@@ -71,18 +70,12 @@ def read_csv(path: str) -> TextTable:
     """
     text = _read_text(path)
     first_line = text.splitlines()[0] if text else ""
-    declared = first_line.strip().strip('"').lower()
-    num_skipped = 0
-    if declared.startswith("sep=") and declared[4:] in SEPARATORS:
-        text = text[len(first_line) :].lstrip("\r\n")
-        num_skipped, separator = 1, declared[4:]
-    else:
-        separator = _separator_of(first_line)
+    separator = _separator_of(first_line)
     reader = csv.reader(
         io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True
     )
     try:
-        records = [(row, reader.line_num + num_skipped) for row in reader if row]
+        records = [(row, reader.line_num) for row in reader if row]
     except csv.Error as error:
         raise ConfigError(f"{path} is not CSV: {error}") from None
     fields = [] if not records else [name.strip() for name in records[0][0]]
@@ -93,8 +86,9 @@ def read_csv(path: str) -> TextTable:
                 f"{path}: row {number} (line {line}) has more values than the "
                 f"{len(fields)} columns; quote values that contain {separator!r}"
             )
-    if (name := _first_repeated([name for name in fields if name])) is not None:
-        raise ConfigError(f"{path}: two columns are named {one_line(repr(name))}")
+    for name, count in Counter(filter(None, fields)).items():
+        if count > 1:
+            raise ConfigError(f"{path}: two columns are named {one_line(repr(name))}")
     columns = {
         name: [row[i] if i < len(row) else None for row, _ in records]
         for i, name in enumerate(fields)
@@ -114,14 +108,14 @@ def read_jsonl(path: str) -> TextTable:
         one.
 
     Raises:
-        ConfigError: A line is not a JSON object, or an object has a name twice.
+        ConfigError: A line is not a JSON object.
     """
     records, lines = list[dict[str, Any]](), list[int]()
     for number, line in enumerate(_read_text(path).split("\n"), start=1):
         if not line.strip():
             continue
         try:
-            record = filesystem.parse_json(line, _object_of)
+            record = filesystem.parse_json(line)
             if "\\u" in line:  # half of a surrogate pair is no valid text
                 json.dumps(record, ensure_ascii=False).encode()
         except ValueError as error:
@@ -149,27 +143,6 @@ def _many_lines(line: str) -> str:
     if not line.lstrip().startswith("[") and line.strip() != "{":
         return ""
     return "; write one object a line (pandas: to_json(orient='records', lines=True))"
-
-
-def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a dictionary of the names and values of a JSON object.
-
-    Raises:
-        ValueError: Two values have the same name.
-    """
-    if (name := _first_repeated([name for name, _ in pairs])) is not None:
-        raise ValueError(f"{name!r} twice in an object")
-    return dict(pairs)
-
-
-def _first_repeated(names: Sequence[str]) -> str | None:
-    """Return the first name that equals an earlier one, None if all are different."""
-    seen = set[str]()
-    for name in names:
-        if name in seen:
-            return name
-        seen.add(name)
-    return None
 
 
 def _separator_of(header: str) -> str:

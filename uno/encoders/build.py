@@ -200,33 +200,36 @@ def _library_encoder(name: str) -> nn.Module:
         encoder = _from_callable(name)
     encoder.register_forward_hook(_pool_output)
     if library not in ("timm", "torchvision"):
-        encoder.num_features = _measure_width(name, encoder)
+        training, side = encoder.training, image_side(encoder)
+        features = run_on_black_image(name, encoder.eval(), side)
+        encoder.num_features = features.shape[1]
+        encoder.train(training)
     return encoder
 
 
-def _measure_width(name: str, encoder: nn.Module) -> int:
-    """Return the number of features that an encoder computes for an image.
+def run_on_black_image(name: str, encoder: nn.Module, side: int) -> Tensor:
+    """Return the features of a black image, to see that an encoder accepts its size.
 
     Args:
         name: The name of the encoder, for the error.
-        encoder: The encoder. It is run on a black image in eval mode.
+        encoder: The encoder, in eval mode.
+        side: The side of the image in pixels.
+
+    Returns:
+        (1, D).
 
     Raises:
         ConfigError: The encoder fails on the image, or does not return a vector.
     """
-    side = image_side(encoder)
-    training = encoder.training
     try:
         # In inference_mode a tensor that a module caches could not be used in training.
         with torch.no_grad():
-            width = encoder.eval()(torch.zeros(1, 3, side, side)).shape[1]
+            return encoder(torch.zeros(1, 3, side, side))
     except (RuntimeError, AssertionError, TypeError, ValueError) as error:
-        reason = one_line(error)[:160]
         raise ConfigError(
-            f"model.encoder {name} fails on an image of {side} px: {reason}"
+            f"model.encoder {name} does not accept images of {side} px (--image-size):"
+            f" {one_line(error)[:160]}"
         ) from None
-    encoder.train(training)
-    return int(width)
 
 
 def _from_timm(model_name: str) -> nn.Module:

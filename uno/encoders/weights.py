@@ -23,6 +23,7 @@ from uno.encoders.build import (
     check_name,
     describe_timm,
     is_own_code,
+    run_on_black_image,
 )
 from uno.errors import ConfigError, StorageError, one_line
 from uno.steps import with_prefix
@@ -96,8 +97,8 @@ def describe_encoder(name: str) -> Description:
     return _describe_cfg(describe_timm(model_name)[1])
 
 
-def _describe_torchvision(model_name: str) -> Description:
-    """Return torchvision's description of an encoder and its default weights.
+def _torchvision_weights(model_name: str) -> Any:
+    """Return the entry of torchvision's table of weights for an encoder's default ones.
 
     Raises:
         ConfigError: There is no such encoder.
@@ -105,7 +106,16 @@ def _describe_torchvision(model_name: str) -> Description:
     check_name("torchvision", model_name)
     from torchvision.models import get_model_weights
 
-    weights: Any = get_model_weights(model_name).DEFAULT
+    return get_model_weights(model_name).DEFAULT
+
+
+def _describe_torchvision(model_name: str) -> Description:
+    """Return torchvision's description of an encoder and its default weights.
+
+    Raises:
+        ConfigError: There is no such encoder.
+    """
+    weights = _torchvision_weights(model_name)
     transforms = weights.transforms()
     size = int(transforms.crop_size[0])
     return Description(
@@ -167,7 +177,7 @@ def check_encoder(config: Config, tensors: Mapping[str, Tensor] | None = None) -
         ConfigError: The encoder cannot be built, does not accept such images, or
             ``tensors`` are not its weights.
     """
-    encoder, name = build_encoder(config.model).eval(), config.model.encoder
+    encoder = build_encoder(config.model).eval()
     if tensors is not None:
         load_encoder_(encoder, tensors, str(config.model.weights))
     kinds = (
@@ -177,14 +187,7 @@ def check_encoder(config: Config, tensors: Mapping[str, Tensor] | None = None) -
         {kind.size for kind in kinds}
         | {min(config.augment.large.size, config.data.stored_size)}
     ):
-        try:
-            with torch.no_grad():
-                encoder(torch.zeros(1, 3, side, side))
-        except (RuntimeError, AssertionError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"model.encoder {name} does not accept {side} px (--augment.large.size"
-                f" and --data.stored-size): {one_line(error)[:120]}"
-            ) from None
+        run_on_black_image(config.model.encoder, encoder, side)
 
 
 def is_file(source: str | None) -> bool:
@@ -365,11 +368,7 @@ def _fetch_torchvision(name: str) -> dict[str, Tensor]:
     Raises:
         ConfigError: There is no such encoder, or its weights cannot be downloaded.
     """
-    model_name = name.removeprefix("torchvision:")
-    check_name("torchvision", model_name)
-    from torchvision.models import get_model_weights
-
-    weights: Any = get_model_weights(model_name).DEFAULT
+    weights = _torchvision_weights(name.removeprefix("torchvision:"))
     try:
         return weights.get_state_dict(
             progress=False, check_hash=True, map_location="cpu", weights_only=True

@@ -252,7 +252,6 @@ def load_features(
     show: Show,
     should_stop: Callable[[], bool] = lambda: False,
     compute: Compute = compute_local,
-    zeros: features.Zeros = torch.zeros,
 ) -> tuple[Tensor, list[str | None]]:
     """Return the features of all rows under a frozen encoder.
 
@@ -267,7 +266,6 @@ def load_features(
         show: Shows the progress.
         should_stop: Returns whether the user has asked to stop.
         compute: Encodes the rows that are not in the cache.
-        zeros: Allocates the features.
 
     Returns:
         Features float32 (N, 1 + V, D) of the evaluation view and V random views. For
@@ -319,7 +317,7 @@ def load_features(
                 raise Interrupted("stopped; finished features are kept")
 
     progress = count_items(show, "features", INTERVAL_S)
-    encoded, reasons = features.cached_features(cache, computed, progress, zeros)
+    encoded, reasons = features.cached_features(cache, computed, progress)
     advice = f"{config.model.encoder} does not separate them; check its weights"
     _warn_if_indistinct(encoded, reasons, advice)
     return encoded, reasons

@@ -7,23 +7,20 @@ with the model.
 import json
 import re
 import shlex
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pyarrow.compute as pc
 
 import uno.runs.run as training
-from uno.config import Config, flatten, override, to_dict
+from uno.config import Config, flatten, to_dict
 from uno.data import features
 from uno.data.files import Storage
 from uno.data.unreadable import BAD_SAMPLES
 from uno.encoders.build import require_encoder
 from uno.errors import ConfigError, StorageError
-from uno.methods import load
 from uno.presets import is_custom_data, preset
 from uno.report.report import open_task, write_report
 from uno.results import predictions
@@ -42,7 +39,6 @@ from uno.results.trust import verdict
 from uno.runs import DISCOVER, PHASES, REPORT_FILE, RESULTS_FILE, directory
 from uno.runs.checkpoint import checkpoint_steps
 from uno.runs.former import keep_until_replaced
-from uno.session.backend import LocalBackend
 from uno.session.console import Progress, interrupt_on_signal, print_line
 from uno.session.data import Show
 from uno.session.loggers import Loggers
@@ -282,7 +278,6 @@ def finish(
             note=run.data_problem,
             model=model,
             metrics=metrics,
-            make_decoder=partial(run.backend.decoder, run),
         )
     if metrics is not None:
         _mark_measured(run.storage)
@@ -290,17 +285,16 @@ def finish(
         run.storage.write(RESULTS_FILE, content.encode())
 
 
-def try_phases(
+def plan_run(
     config: Config,
     given: Mapping[str, Any],
     overwrite: bool = False,
     last: str = DISCOVER,
     backend: Backend | None = None,
 ) -> None:
-    """Check a run and take one step of each of its phases, and keep nothing: a dry run.
+    """Check a run in full and print what it would do: a dry run.
 
-    The steps are taken in this process and in a temporary directory, with every
-    backend.
+    Nothing is trained or encoded, and no file is written.
 
     Args:
         config: The configuration before the data is read.
@@ -314,44 +308,17 @@ def try_phases(
         ConfigError: The run cannot succeed.
     """
     run = open_run(config, given, overwrite, last, backend, dry_run=True)
-    check_run(run)
-    phases = tuple(name for name in run.phases if getattr(run.config, name).epochs)
+    check_run(run, in_full=True)
+    for line in describe_run(run.config, run.phases):
+        print_line(line)
     plans = training.plans(run.config, *run.task.sizes, run.config.compute.num_workers)
-    for name, plan in plans.items():
-        if name in phases:
+    for name in run.phases:
+        if (plan := plans.get(name)) is not None:
             steps = plural(plan.steps_per_epoch, "step")
             epochs = f"{plural(getattr(run.config, name).epochs, 'epoch')} of {steps}"
             unlabeled = plural(plan.unlabeled_size, "unlabeled image")
             print_line(f"{name}: {epochs} of {plan.labeled_size} labeled + {unlabeled}")
-    with tempfile.TemporaryDirectory(prefix="uno-dry-run-") as folder:
-        once = override(
-            run.config,
-            {"train.max_steps": 1, "compute.num_workers": 0, "output": folder},
-        )
-        # features of all rows would take minutes, so images are streamed instead
-        computes_features = trains_on_features(once) and not once.model.takes_vectors
-        if computes_features:
-            once = override(once, {"data.loading": "streaming"})
-        trial = replace(
-            run,
-            config=once,
-            storage=Storage(folder),
-            backend=LocalBackend(),
-            phases=phases,
-            evaluate=False,
-        )
-        with trial.locked():
-            for name, content in run.first_files.items():
-                trial.storage.write(name, content)
-            for line in describe_run(run.config, phases):
-                print_line(line)
-            if not phases:
-                return print_line("dry run: nothing would be trained; nothing was kept")
-            if computes_features and load(once.method).needs_memory:
-                why = f"method {once.method} first computes features of all images"
-                return print_line(f"dry run: no step was taken, because {why}")
-            trial.backend.train(trial, lambda line: None)
-    print_line("dry run: one step of each phase was taken; nothing was kept")
+    print_line("dry run: nothing was trained, and nothing was kept")
 
 
 def _begin_directory(run: Run) -> None:

@@ -109,7 +109,6 @@ def open_run(
         phases=training.list_phases(config, last),
         evaluate=last == DISCOVER,
         batch_is_derived=derives_batch(config, given),
-        dry_run=dry_run,
         first_files=files,
     )
     if not dry_run:
@@ -169,11 +168,15 @@ def check_source(config: Config, given: Mapping[str, Any]) -> None:
     check_data(config, task, batch_is_derived=is_derived, in_full=True)
 
 
-def check_run(run: Run) -> None:
+def check_run(run: Run, in_full: bool = False) -> None:
     """Check that a run can succeed, before anything is computed.
 
-    The data, the memory and the runtime of the encoder are checked. A dry run decodes
-    images for up to a minute.
+    The data, the memory and the runtime of the encoder are checked.
+
+    Args:
+        run: The run.
+        in_full: Whether to decode images for up to a minute, and to print the table of
+            classes.
 
     Raises:
         ConfigError: The run cannot succeed. For example, its data does not fit into
@@ -184,7 +187,7 @@ def check_run(run: Run) -> None:
         run.task,
         batch_is_derived=run.batch_is_derived,
         read_images=not run.resumes,
-        in_full=run.dry_run,
+        in_full=in_full,
     )
     check_memory(run.config, run.task)
     require_runtime(run.config)

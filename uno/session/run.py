@@ -15,7 +15,7 @@ from uno.data.files import Storage
 from uno.data.splits import Task
 from uno.model import UnoModel
 from uno.results.estimate import Estimate, Settings
-from uno.results.infer import Classifier, Decode
+from uno.results.infer import Classifier
 from uno.results.predictions import PredictionWriter, Summary
 from uno.runs import directory
 from uno.runs.hardware import local_device
@@ -54,21 +54,10 @@ class Backend(Protocol):
         """
 
     def after_training(self, task: Task) -> Backend:
-        """Return the backend that predicts rows and decodes images after training.
+        """Return the backend that predicts rows after training.
 
         Args:
             task: The rows of the trained run.
-        """
-
-    def decoder(self, run: Run, model: Classifier) -> Decode:
-        """Return a function that decodes images of a run for a model.
-
-        The function takes batches of row numbers and yields their pixels, or features
-        of a frozen encoder, see :data:`uno.results.infer.Decode`.
-
-        Args:
-            run: The run, which has the rows.
-            model: The model, which decides the size of the images.
         """
 
     def predict(
@@ -127,7 +116,6 @@ class Run:
         batch_is_derived: Whether the batch size was derived from the data, so that it
             is derived again when unreadable images are left out.
         resumes: Whether the directory holds this run already.
-        dry_run: Whether nothing is kept, not even a list of unreadable images.
         first_files: Content of files that a new run directory begins with, by name.
         data_problem: Why the rows cannot be shown, empty if they can.
         lock: The lock of the directory, None outside of :meth:`locked`.
@@ -142,7 +130,6 @@ class Run:
     evaluate: bool = True
     batch_is_derived: bool = False
     resumes: bool = False
-    dry_run: bool = False
     first_files: Mapping[str, bytes] = field(default_factory=dict)
     data_problem: str = ""
     lock: RunLock | None = None

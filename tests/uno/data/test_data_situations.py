@@ -4,7 +4,6 @@ docs/contributing/data-situations.md lists each with its source.
 """
 
 import io
-import json
 import tarfile
 
 import numpy as np
@@ -102,55 +101,53 @@ def test_test_images_in_a_folder_of_another_name_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("predicted", [False, True])
-def test_categorical_columns_of_parquet_are_read(tmp_path, predicted):
+@pytest.mark.parametrize(
+    ("paths", "labels"),
+    [
+        (
+            pa.array(["a.png", "b.png"]).dictionary_encode(),
+            pa.array(["x", None]).dictionary_encode(),
+        ),
+        (
+            pa.array(["a.png", "b.png"], pa.string_view()),
+            pa.array(["x", None], pa.string_view()),
+        ),
+    ],
+)
+def test_texts_of_any_arrow_type_are_read_from_parquet(
+    tmp_path, paths, labels, predicted
+):
+    """Arrow has dictionaries, which pandas writes for categories, and views."""
     write_images(tmp_path, ["a.png", "b.png"])
-    path = pa.array(["a.png", "b.png"]).dictionary_encode()
-    table = pa.table({"path": path, "label": pa.array(["x", None]).dictionary_encode()})
-    pq.write_table(table, tmp_path / "t.parquet")
-    if predicted:
-        config = DataConfig(source=str(tmp_path / "t.parquet"))
-        (images,) = read_rows(config, images_only=True).images.split(2)
-    else:
-        rows = read(tmp_path / "t.parquet")
-        images = rows.images
+    pq.write_table(pa.table({"path": paths, "label": labels}), tmp_path / "t.parquet")
+    config = DataConfig(source=str(tmp_path / "t.parquet"))
+    rows = read_rows(config, images_only=predicted)
+    assert rows.images[1] == str((tmp_path / "b.png").resolve())
+    if not predicted:
         assert rows.labels.to_pylist() == ["x", None]
-    assert images[1] == str((tmp_path / "b.png").resolve())
 
 
-@pytest.mark.parametrize("predicted", [False, True])
-def test_views_of_text_and_bytes_in_parquet_are_read(tmp_path, predicted):
-    """Arrow's types string_view and binary_view."""
-    write_images(tmp_path, ["a.png", "b.png"])
+def test_images_in_views_of_bytes_are_read_from_parquet(tmp_path):
     images = [encoded(pixels(0)), encoded(pixels(1))]
-    label = pa.array(["x", None], pa.string_view())
-    columns = {
-        "path": pa.array(["a.png", "b.png"], pa.string_view()),
-        "image": pa.array(images, pa.binary_view()),
-    }
-    for name, column in columns.items():
-        pq.write_table(pa.table({name: column, "label": label}), tmp_path / "t.parquet")
-        if predicted:
-            config = DataConfig(source=str(tmp_path / "t.parquet"))
-            (found,) = read_rows(config, images_only=True).images.split(2)
-        else:
-            rows = read(tmp_path / "t.parquet")
-            found = rows.images
-            assert rows.labels.to_pylist() == ["x", None]
-        expected = str((tmp_path / "b.png").resolve()) if name == "path" else images[1]
-        assert found[1] == expected
+    columns = {"image": pa.array(images, pa.binary_view()), "label": ["x", None]}
+    pq.write_table(pa.table(columns), tmp_path / "t.parquet")
+    assert read(tmp_path / "t.parquet").images[1] == images[1]
 
 
 @pytest.mark.parametrize(
-    ("text", "part"),
+    ("name", "text", "part"),
     [
-        ("path,label\nA.PNG,x\n", "'a.png' is there"),
-        ('"path,label"\n"a.png,x"\n', "remove the quotes around the lines"),
+        ("t.csv", "path,label\nA.PNG,x\n", "'a.png' is there"),
+        ("t.csv", '"path,label"\n"a.png,x"\n', "remove the quotes around the lines"),
+        ("t.jsonl", '[{"path": "a.png", "label": "cat"}]', "lines=True"),
+        ("t.jsonl", '[\n {\n  "path": "a.png",\n  "label": "x"\n }\n]', "lines=True"),
+        ("list.txt", "a.png 0\n", "path,label"),
     ],
 )
-def test_small_mistakes_in_a_table_are_named(tmp_path, text, part):
+def test_mistakes_in_a_table_are_named_with_the_fix(tmp_path, name, text, part):
     write_images(tmp_path, ["a.png"])
-    (tmp_path / "t.csv").write_text(text)
-    assert part in refusal(tmp_path / "t.csv")
+    (tmp_path / name).write_text(text)
+    assert part in refusal(tmp_path / name)
 
 
 def test_spaces_after_a_path_do_not_count(tmp_path):
@@ -178,42 +175,33 @@ def test_arrays_of_python_objects_are_refused_without_the_advice_to_open_them(
     assert "np.stack" in line and "allow_pickle" not in line
 
 
-def test_embeddings_as_text_are_refused_with_the_call_that_parses_them(tmp_path):
-    table = pa.table({"embedding": ["[0.1, 0.2]"] * 2, "label": ["a", None]})
-    pq.write_table(table, tmp_path / "t.parquet")
-    line = refusal(f"vectors:{tmp_path}/t.parquet")
-    assert "lists of numbers" in line and "json.loads" in line
-
-
-def test_embeddings_with_a_column_for_each_number_are_refused_with_a_way(tmp_path):
-    table = pa.table({str(i): [0.5, 1.5] for i in range(12)} | {"label": ["a", None]})
-    pq.write_table(table, tmp_path / "t.parquet")
-    line = refusal(f"vectors:{tmp_path}/t.parquet")
-    assert "needs a column embedding" in line and "np.save" in line
-
-
-def test_pixels_in_lists_are_refused_with_the_way_to_store_them(tmp_path):
-    values = pa.array([[0] * 48] * 2, pa.list_(pa.uint8()))
-    pq.write_table(
-        pa.table({"image": values, "label": ["a", None]}), tmp_path / "t.parquet"
-    )
-    line = refusal(f"parquet:{tmp_path}/t.parquet")
-    assert "images must be bytes" in line and "PNG or JPEG" in line
-
-
-def test_one_json_document_in_a_jsonl_file_is_refused_with_the_option_of_pandas(
-    tmp_path,
+@pytest.mark.parametrize(
+    ("columns", "kind", "parts"),
+    [
+        (
+            {"embedding": ["[0.1, 0.2]"] * 2},
+            "vectors",
+            ("lists of numbers", "json.loads"),
+        ),
+        (
+            {str(i): [0.5, 1.5] for i in range(12)},
+            "vectors",
+            ("needs a column embedding", "np.save"),
+        ),
+        (
+            {"image": pa.array([[0] * 48] * 2, pa.list_(pa.uint8()))},
+            "parquet",
+            ("images must be bytes", "PNG or JPEG"),
+        ),
+    ],
+)
+def test_columns_of_other_values_are_refused_with_the_way_to_store_them(
+    tmp_path, columns, kind, parts
 ):
-    for indent in (None, 1):
-        text = json.dumps([{"path": "a.png", "label": "cat"}], indent=indent)
-        (tmp_path / "t.jsonl").write_text(text)
-        assert "lines=True" in refusal(tmp_path / "t.jsonl")
-
-
-def test_a_list_of_files_and_numbers_is_refused_with_the_table_to_write(tmp_path):
-    write_images(tmp_path, ["a.png"])
-    (tmp_path / "list.txt").write_text("a.png 0\n")
-    assert "path,label" in refusal(tmp_path / "list.txt")
+    table = pa.table(columns | {"label": ["a", None]})
+    pq.write_table(table, tmp_path / "t.parquet")
+    line = refusal(f"{kind}:{tmp_path}/t.parquet")
+    assert all(part in line for part in parts)
 
 
 def test_dots_in_folders_of_a_shard_do_not_end_the_key(tmp_path):

@@ -3,11 +3,7 @@
 import errno
 import os
 import shutil
-import signal
-import subprocess
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -19,17 +15,15 @@ import pyarrow.fs
 import pyarrow.parquet as pq
 import pytest
 import torch
-from PIL import ImageFile
 from torch import nn
 
-from tests.uno.small_run import small_config
+from tests.uno.small_run import frozen_encoder, small_config
 from uno.augment import augment, augment_crops, eval_view
 from uno.config import override
 from uno.crops import Cropper
-from uno.data import decode as decode_module
 from uno.data import features
 from uno.data import files as filesystem
-from uno.data.columns import find_rows, make_labels
+from uno.data.columns import find_rows
 from uno.data.decode import Decoding, decode
 from uno.data.embeddings import read_vectors
 from uno.data.features import FeatureCache, cached_features, compute_local, feature_job
@@ -38,7 +32,6 @@ from uno.data.images import Files
 from uno.data.sampling import FEATURES, VIEW_SEED, augment_generator
 from uno.data.sources import read_digits, read_rows
 from uno.data.splits import make_task
-from uno.encoders.build import build_encoder
 from uno.errors import ConfigError, StorageError
 
 from .builders import encoded, pixels
@@ -63,37 +56,21 @@ def config_of(**overrides):
     return small_config(**({"data__limit": 20} | HEADS | overrides))
 
 
-def encoder_of(config, seed=0):
-    """With running statistics that are not those of a new network."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        encoder = build_encoder(config.model)
-        for name, buffer in encoder.named_buffers():
-            if name.endswith("running_var"):
-                buffer.uniform_(0.5, 1.5)
-    return encoder.eval()
-
-
 def job_of(config=None, images=None):
     """20 training rows and 20 of the test: 2 chunks of 16 and one of 8."""
     config = config or config_of()
     task = make_task(read_digits(), config.data)
     if images is not None:
         task = replace(task, rows=replace(task.rows, images=images))
-    return feature_job(config, task, encoder_of(config))
+    return feature_job(config, task, frozen_encoder(config))
 
 
 def rows_of(job, rows):
-    """The job with some of its rows."""
+    """Return the job with some of its rows."""
     task, rows = job.task, np.asarray(rows)
-    some = replace(
-        task,
-        rows=task.rows.take(rows),
-        labels=task.labels[rows],
-        eval_labels=task.eval_labels[rows],
-        is_train=task.is_train[rows],
-    )
-    return job._replace(task=some)
+    columns = ("labels", "eval_labels", "is_train")
+    some = {name: getattr(task, name)[rows] for name in columns}
+    return job._replace(task=replace(task, rows=task.rows.take(rows), **some))
 
 
 def cache_of(folder, job):
@@ -101,43 +78,25 @@ def cache_of(folder, job):
 
 
 def computed(job, encoder=None, threads=1, seen=None):
-    """``compute`` of :func:`cached_features`, which notes the rows in ``seen``."""
+    """Return a ``compute`` for :func:`cached_features` that notes rows in ``seen``."""
 
     def compute(rows):
         if seen is not None:
             seen.append(rows.tolist())
-        return compute_local(job, encoder or encoder_of(job.config), rows, threads)
+        return compute_local(job, encoder or frozen_encoder(job.config), rows, threads)
 
     return compute
 
 
 def kept(folder, job, seen=None, **options):
-    cache = cache_of(folder, job)
-    return cached_features(cache, computed(job, seen=seen, **options))
-
-
-def all_rows(job):
-    return np.arange(len(job.task.rows))
+    """Return the features of a job by a cache, and the reasons of unreadable rows."""
+    return cached_features(cache_of(folder, job), computed(job, seen=seen, **options))
 
 
 def parts(folder):
     """Files of features, in the order in which they were written."""
     found = folder.glob("features/*/*.parquet")
     return sorted(found, key=lambda path: path.stat().st_mtime_ns)
-
-
-def test_the_number_of_threads_is_as_before_in_later_threads():
-    """Also where the features are not taken to the end."""
-    job = job_of()
-    for count in (3, 1):
-        torch.set_num_threads(3)
-        chunks = compute_local(job, encoder_of(job.config), all_rows(job), threads=2)
-        for _ in range(count):
-            next(chunks)
-        chunks.close()
-        with ThreadPoolExecutor(1) as later:
-            assert later.submit(torch.get_num_threads).result() == 3
-        assert torch.get_num_threads() == 3
 
 
 @torch.no_grad()
@@ -160,7 +119,7 @@ def test_features_equal_a_loop_over_rows_and_views(tmp_path, crop, side):
     config = override(config, more)
     images = [pixels(i, 12, 11) for i in range(40)]
     job = job_of(config, images)
-    encoder, data = encoder_of(config), config.data
+    encoder, data = frozen_encoder(config), config.data
     found, reasons = kept(tmp_path, job)
     assert (
         found.shape == (40, 4, 16) and found.dtype == torch.float32 and not any(reasons)
@@ -196,48 +155,20 @@ def test_features_equal_a_loop_over_rows_and_views(tmp_path, crop, side):
         assert len(torch.unique(found[row], dim=0)) == 4
 
 
-@pytest.mark.parametrize("crop", ["pad", "resized"])
-def test_a_training_image_is_read_and_decoded_once(tmp_path, monkeypatch, crop):
-    """The square and the crops of the random views are cut from the same pixels."""
-    files = []
-    for number in range(40):
-        path = tmp_path / f"{number}.png"
-        path.write_bytes(encoded(pixels(number, 12, 11)))
-        files.append(str(path))
-    read, load = decode_module.read_bytes, ImageFile.ImageFile.load
-    reads = Mock(side_effect=read)
-    loaded = []
-    monkeypatch.setattr(decode_module, "read_bytes", reads)
-    monkeypatch.setattr(
-        ImageFile.ImageFile,
-        "load",
-        # an image whose pixels are decoded has no tiles left
-        lambda self: (loaded.append(self) if self.tile else None, load(self))[1],
-    )
-    job = job_of(config_of(augment__large__crop=crop), files)
-    _, reasons = kept(tmp_path / "cache", job)
-    assert not any(reasons) and len(loaded) == 40
-    assert sorted(call.args[0] for call in reads.call_args_list) == sorted(files)
-
-
 def test_without_random_views_it_is_the_evaluation_view_alone(tmp_path, monkeypatch):
-    """To the bit, and it does not depend on the split. Kills: views that nobody
-    reads.
-    """
+    """The features are the same bits, and do not depend on the split."""
     job = job_of()
     whole, _ = kept(tmp_path, job)
     config = override(job.config, {"discover.epochs": 0, "augment.num_cached_views": 0})
     alone = job_of(config)
     monkeypatch.setattr(Cropper, "crop", lambda *_: pytest.fail("a random view"))
-    seen = []
-    for task in (alone.task, replace(alone.task, is_train=~alone.task.is_train)):
-        found, reasons = kept(tmp_path, alone._replace(task=task), seen)
-        assert torch.equal(found, whole[:, :1]) and not any(reasons)
-    assert len(seen) == 1
+    found, _ = kept(tmp_path, alone)
+    assert torch.equal(found, whole[:, :1])
+    turned, seen = replace(alone.task, is_train=~alone.task.is_train), []
+    again, _ = kept(tmp_path, alone._replace(task=turned), seen)
+    assert torch.equal(again, found) and not seen
     weak = override(config, {"augment.weak": True, "augment.large.jitter": 0.5})
     assert job_of(weak).folder == alone.folder
-    with pytest.raises(ConfigError, match="at least 2 where discover"):
-        override(config, {"discover.epochs": 1})
 
 
 @pytest.fixture
@@ -281,30 +212,22 @@ def test_a_row_that_moves_to_the_training_set_gets_its_views(tmp_path):
     assert torch.equal(found, kept(tmp_path / "anew", other)[0])
 
 
-@pytest.mark.parametrize(
-    ("encoder", "side"), [("resnet18", 32), ("torchvision:mobilenet_v3_small", 64)]
-)
-def test_features_do_not_depend_on_the_rows_beside_them(encoder, side):
-    """Of real encoders, to the bit."""
-    config = config_of(
-        model__encoder=encoder,
-        data__stored_size=side,
-        augment__large__size=side,
-        augment__num_cached_views=2,
-    )
-    job = job_of(config)
-    (chunk,) = list(computed(job)(np.arange(13)))
+def test_features_do_not_depend_on_the_rows_beside_them():
+    """The features of a real encoder have the same bits."""
+    sizes = {"data__stored_size": 32, "augment__large__size": 32}
+    job = job_of(config_of(model__encoder="resnet18", **sizes))
+    (chunk,) = computed(job)(np.arange(13))
     order = np.array([9, 2, 12])
-    (some,) = list(computed(job)(order))
+    (some,) = computed(job)(order)
     assert torch.equal(some.features, chunk.features[order])
 
 
 def test_any_number_of_threads_gives_the_same_bits(tmp_path):
-    found = [
+    one, three = (
         kept(tmp_path / str(threads), job_of(), threads=threads)[0]
-        for threads in (1, 2, 3)
-    ]
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+        for threads in (1, 3)
+    )
+    assert torch.equal(one, three)
 
 
 @pytest.mark.parametrize(
@@ -345,7 +268,7 @@ def test_the_cache_holds_what_features_depend_on_and_nothing_else(values, same):
 
 
 def test_the_cache_changes_with_weights_and_versions(monkeypatch):
-    job, encoder = job_of(), encoder_of(config_of())
+    job, encoder = job_of(), frozen_encoder(config_of())
     assert feature_job(job.config, job.task, encoder).folder == job.folder
     encoder.layer2[0].conv1.weight.data.view(torch.int32)[0, 0, 0, 0] ^= 1
     folders = {job.folder, feature_job(job.config, job.task, encoder).folder}
@@ -354,31 +277,11 @@ def test_the_cache_changes_with_weights_and_versions(monkeypatch):
 
 
 def test_an_image_in_memory_that_changes_is_the_only_one_to_be_encoded(tmp_path):
-    job, seen = job_of(), []
-    whole, _ = kept(tmp_path, job)
-    images = job.task.rows.images.images.items[job.task.rows.images.index].copy()
-    images[3, 0, 0, 0] ^= 1
+    images, seen = [pixels(i) for i in range(40)], []
+    whole, _ = kept(tmp_path, job_of(images=images))
+    images[3] = pixels(99)
     found, _ = kept(tmp_path, job_of(images=images), seen)
-    assert seen == [[3]] and torch.equal(
-        found, kept(tmp_path / "anew", job_of(images=images))[0]
-    )
-    assert not torch.equal(found, whole)
-
-
-def test_features_do_not_depend_on_labels(tmp_path):
-    """Kills: views drawn by label, labels written beside the features."""
-    job, seen = job_of(), []
-    rows = job.task.rows
-    shuffled = (
-        np.random.default_rng(0).permutation(np.array(rows.labels.to_pylist())).tolist()
-    )
-    other = replace(rows, labels=make_labels(shuffled))
-    task = replace(job.task, rows=other, labels=job.task.labels[::-1])
-    whole, _ = kept(tmp_path, job)
-    assert torch.equal(kept(tmp_path, job._replace(task=task), seen)[0], whole)
-    assert not seen
-    names = {name for path in parts(tmp_path) for name in pq.read_schema(path).names}
-    assert names == {"id", "version", "view", "embedding"}
+    assert seen == [[3]] and not torch.equal(found[3], whole[3])
 
 
 def flip(path):
@@ -387,16 +290,13 @@ def flip(path):
     path.write_bytes(data)
 
 
-def write_table(path, **columns):
+def narrow(path):
+    """Give the vectors of a file half their length."""
     table = pq.read_table(path)
-    for name, column in columns.items():
-        table = table.set_column(table.column_names.index(name), name, column(table))
-    pq.write_table(table, path)
-
-
-def narrow(table):
-    values = np.zeros(len(table) * 8, np.float32)
-    return pa.FixedSizeListArray.from_arrays(pa.array(values), 8)
+    values = pa.array(np.zeros(len(table) * 8, np.float32))
+    column = pa.FixedSizeListArray.from_arrays(values, 8)
+    number = table.column_names.index("embedding")
+    pq.write_table(table.set_column(number, "embedding", column), path)
 
 
 DAMAGE = {
@@ -404,7 +304,7 @@ DAMAGE = {
     "cut off": lambda path: path.write_bytes(path.read_bytes()[:1000]),
     "empty": lambda path: path.write_bytes(b""),
     "no features": lambda path: pq.write_table(pa.table({"id": ["a"]}), path),
-    "of another width": lambda path: write_table(path, embedding=narrow),
+    "of another width": narrow,
 }
 
 
@@ -424,36 +324,12 @@ def test_a_damaged_file_is_noticed_and_computed_again(tmp_path, caplog, damage):
     assert torch.equal(kept(tmp_path, job, seen)[0], whole) and len(seen) == 1
 
 
-@pytest.mark.parametrize("place", np.linspace(0.01, 0.99, 8))
-def test_no_flipped_byte_changes_a_feature(tmp_path, place):
-    job = job_of()
-    whole, _ = kept(tmp_path, job)
-    path = parts(tmp_path)[1]
-    data = bytearray(path.read_bytes())
-    data[int(place * len(data))] ^= 0x10
-    path.write_bytes(data)
-    assert torch.equal(kept(tmp_path, job)[0], whole)
-
-
 def test_a_full_disk_is_one_line_that_names_the_option(tmp_path, monkeypatch):
     monkeypatch.setattr(
         os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     )
     with pytest.raises(StorageError, match=r"No space left.*--compute\.cache"):
         kept(tmp_path, job_of())
-
-
-def test_other_files_are_left_alone(tmp_path, caplog):
-    """The temporary file of a killed process, notes of the user's."""
-    job, seen = job_of(), []
-    kept(tmp_path, job)
-    folder = Path(cache_of(tmp_path, job).path)
-    names = ("notes.txt", ".abc.parquet.1234")
-    for name in names:
-        (folder / name).write_text("x")
-    kept(tmp_path, job, seen)
-    assert not seen and not caplog.messages
-    assert all((folder / name).exists() for name in names)
 
 
 def test_files_are_written_by_size_or_time(tmp_path, monkeypatch):
@@ -468,45 +344,34 @@ def test_files_are_written_by_size_or_time(tmp_path, monkeypatch):
     assert torch.equal(kept(tmp_path / "two", job)[0], whole)
 
 
-@pytest.mark.parametrize("seconds", [-1.0, 1e9])
-def test_a_stopped_job_goes_on(tmp_path, monkeypatch, seconds):
-    """Only what is missing is encoded, to the same bits; progress counts the rest.
-    Kills: rows that wait for their file when a run is stopped.
-    """
-    monkeypatch.setattr(features, "PART_SECONDS", seconds)
+def test_a_stopped_job_goes_on(tmp_path, monkeypatch):
+    """Only what is missing is encoded, to the same bits; progress counts the rest."""
+    monkeypatch.setattr(features, "PART_SECONDS", 1e9)
     job, seen, progress = job_of(), [], []
 
     def stop_after_two(rows):
         yield from islice(computed(job)(rows), 2)
         raise KeyboardInterrupt
 
+    cache = cache_of(tmp_path, job)
     with pytest.raises(KeyboardInterrupt):
-        cached_features(cache_of(tmp_path, job), stop_after_two)
-    found, _ = cached_features(
-        cache_of(tmp_path, job),
-        computed(job, seen=seen),
-        lambda *done: progress.append(done),
-    )
+        cached_features(cache, stop_after_two)
+    compute = computed(job, seen=seen)
+    found, _ = cached_features(cache, compute, lambda *done: progress.append(done))
     assert seen == [list(range(32, 40))] and progress == [(32, 40), (40, 40)]
     assert torch.equal(found, kept(tmp_path / "another", job)[0])
 
 
 def test_a_cache_that_cannot_be_written_is_one_line_before_any_work(tmp_path):
     (tmp_path / "file").write_text("")
-    job, seen = job_of(), []
-    with pytest.raises(StorageError) as error:
-        kept(tmp_path / "file" / "cache", job, seen)
-    assert (
-        "--compute.cache" in str(error.value)
-        and "\n" not in str(error.value)
-        and not seen
-    )
+    seen = []
+    with pytest.raises(StorageError, match=r"^[^\n]*--compute\.cache[^\n]*$"):
+        kept(tmp_path / "file" / "cache", job_of(), seen)
+    assert not seen
 
 
 def test_images_that_cannot_be_read_are_tried_again(tmp_path):
-    """Their neighbors in the batch keep their features. Kills: features of a black
-    square, a reason that is believed for ever.
-    """
+    """Their neighbors in the batch keep their features."""
     good = [encoded(pixels(i)) for i in range(40)]
     images = [*good]
     images[3], images[17] = b"broken", np.zeros((4, 4), np.uint8)
@@ -515,14 +380,11 @@ def test_images_that_cannot_be_read_are_tried_again(tmp_path):
     for _ in range(2):
         found, reasons = kept(tmp_path, job, seen)
         assert [i for i, reason in enumerate(reasons) if reason] == [3, 17]
-        assert (
-            "not a readable" in reasons[3] and "pixels are uint8 (4, 4)" in reasons[17]
-        )
         others = np.delete(np.arange(40), [3, 17])
         assert not found[[3, 17]].any() and torch.equal(found[others], whole[others])
-    assert seen[1:] == [[3, 17]]
     found, reasons = kept(tmp_path, job_of(images=good), seen)
-    assert torch.equal(found, whole) and not any(reasons) and seen[2:] == [[3, 17]]
+    assert torch.equal(found, whole) and not any(reasons)
+    assert seen[1:] == [[3, 17]] * 2
 
 
 def test_files_have_the_format_of_vectors(tmp_path):
@@ -540,7 +402,7 @@ def test_files_have_the_format_of_vectors(tmp_path):
 
 def test_an_encoder_that_gives_nan_is_refused(tmp_path):
     job = job_of()
-    encoder = encoder_of(job.config)
+    encoder = frozen_encoder(job.config)
     nn.init.constant_(encoder.conv1.weight, float("nan"))
     with pytest.raises(
         ConfigError, match=r"^model\.encoder resnet_small returns non-finite numbers$"
@@ -549,67 +411,18 @@ def test_an_encoder_that_gives_nan_is_refused(tmp_path):
     assert not parts(tmp_path)
 
 
-def test_where_features_are_kept(tmp_path, monkeypatch):
-    """The option, then the variable, then the user's cache directory."""
+def test_where_features_are_kept(monkeypatch):
+    """The option says it, then the variable, then the user's cache directory."""
     monkeypatch.setenv("HOME", "/home/me")
     for name in (filesystem.CACHE_VARIABLE, "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    where = [features.cache_directory(config_of())]
-    for name in ("XDG_CACHE_HOME", filesystem.CACHE_VARIABLE):
-        monkeypatch.setenv(name, f"/{name}")
-        where.append(features.cache_directory(config_of()))
-    where += [
-        features.cache_directory(config_of(compute__cache=path))
-        for path in ("~/c", "s3://b/c")
-    ]
-    assert where == [
-        "/home/me/.cache/uno",
-        "/XDG_CACHE_HOME/uno",
-        "/UNO_CACHE",
-        "/home/me/c",
-        "s3://b/c",
-    ]
-
-
-def compute_in_child(folder, slow):
-    """What the processes of the next test run."""
-    features.CHUNK_ROWS, features.ROWS_AT_ONCE, features.PART_SECONDS = CHUNK, 6, -1.0
-    job = job_of()
-
-    def compute(rows):
-        for count, chunk in enumerate(computed(job)(rows)):
-            if slow and count:
-                signal.pause()
-            yield chunk
-
-    cached_features(cache_of(folder, job), compute)
-
-
-@pytest.mark.slow
-def test_a_killed_process_and_two_at_once(tmp_path):
-    """SIGKILL after the first of three chunks; two processes encode the others."""
-    root = Path(__file__).parents[3]
-
-    def start(slow):
-        code = (
-            "from tests.uno.data.test_features import *;"
-            f" compute_in_child({str(tmp_path)!r}, {slow})"
-        )
-        environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-        return subprocess.Popen([sys.executable, "-c", code], cwd=root, env=environment)
-
-    child = start(True)
-    for _ in range(1200):
-        if parts(tmp_path) or child.poll() is not None:
-            break
-        threading.Event().wait(0.1)
-    child.kill()
-    assert child.wait() == -signal.SIGKILL
-    job, seen = job_of(), []
-    assert len(cache_of(tmp_path, job).read()[1]) == 24
-    assert [child.wait() for child in (start(False), start(False))] == [0, 0]
-    found, _ = kept(tmp_path, job, seen)
-    assert not seen and torch.equal(found, kept(tmp_path / "anew", job)[0])
+    assert features.cache_directory(config_of()) == "/home/me/.cache/uno"
+    for name, expected in (("XDG_CACHE_HOME", "/x/uno"), ("UNO_CACHE", "/x")):
+        monkeypatch.setenv(name, "/x")
+        assert features.cache_directory(config_of()) == expected
+    for given, expected in (("~/c", "/home/me/c"), ("s3://b/c", "s3://b/c")):
+        config = config_of(compute__cache=given)
+        assert features.cache_directory(config) == expected
 
 
 ENCODER = """
@@ -638,7 +451,7 @@ def test_the_cache_changes_with_the_code_of_a_callable(tmp_path, monkeypatch):
         for name in ("mine_factory", "mine_layers"):
             sys.modules.pop(name, None)
         task = make_task(read_digits(), config.data)
-        folders.append(feature_job(config, task, encoder_of(config)).folder)
+        folders.append(feature_job(config, task, frozen_encoder(config)).folder)
     assert folders[0] == folders[1] != folders[2]
 
 
@@ -650,7 +463,7 @@ def folder_job(folder):
         data__source=f"folder:{folder}", data__known_classes="a,b", data__limit=None
     )
     rows = read_rows(config.data)
-    return feature_job(config, make_task(rows, config.data), encoder_of(config))
+    return feature_job(config, make_task(rows, config.data), frozen_encoder(config))
 
 
 def write_bitmaps(folder, numbers, first_seed=0):
@@ -689,7 +502,7 @@ def test_features_of_images_that_were_moved_are_kept(tmp_path):
 
 
 def test_remote_files_that_are_named_one_by_one_are_looked_up(tmp_path, monkeypatch):
-    """Kills: an object that was overwritten and keeps its features."""
+    """An object that was overwritten is encoded again."""
     store = pa.fs.SubTreeFileSystem(str(tmp_path), pa.fs.LocalFileSystem())
     monkeypatch.setattr(filesystem, "_connect", lambda host, options: (store, ""))
     names = [f"{number}.png" for number in range(3)]
@@ -699,27 +512,4 @@ def test_remote_files_that_are_named_one_by_one_are_looked_up(tmp_path, monkeypa
     before = features.image_versions(images, np.arange(3)).to_pylist()
     os.utime(tmp_path / names[1], (1e9, 1e9))
     after = features.image_versions(images, np.arange(3)).to_pylist()
-    assert [one == other for one, other in zip(before, after, strict=True)] == [
-        True,
-        False,
-        True,
-    ]
-
-
-def test_rows_of_a_new_parquet_file_are_the_only_ones_to_be_encoded(tmp_path):
-    data, seen = tmp_path / "data", []
-    data.mkdir()
-
-    def job():
-        config = config_of(
-            data__source=f"parquet:{data}", data__known_classes="a", data__limit=None
-        )
-        task = make_task(read_rows(config.data), config.data)
-        return feature_job(config, task, encoder_of(config))
-
-    for number in range(2):
-        images = [encoded(pixels(10 * number + i)) for i in range(10)]
-        table = pa.table({"image": images, "label": ["a", "b"] * 5})
-        pq.write_table(table, data / f"{number}.parquet")
-        kept(tmp_path / "cache", job(), seen)
-    assert seen == [list(range(10)), list(range(10, 20))]
+    assert [a == b for a, b in zip(before, after, strict=True)] == [True, False, True]

@@ -5,7 +5,7 @@ import os
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
-from unittest.mock import MagicMock, Mock
+from unittest.mock import Mock
 from urllib.parse import quote
 
 import pytest
@@ -42,15 +42,8 @@ def test_round_trip(kind, tmp_path):
         and storage.read("logs/metrics.jsonl") == b"1\n2\n"
     )
     assert storage.list() == ["checkpoints", "config.yaml", "logs"]
-    assert storage.size("logs/metrics.jsonl") == 4 and storage.size("absent") == 0
-    with storage.create("streamed") as stream, pytest.raises(KeyError):
-        stream.write(b"12")
-        with storage.create("half") as half:
-            half.write(b"1")
-            raise KeyError
-    with storage.open("streamed") as file:
-        assert file.read_at(1, 1) == b"2" and "half" not in storage.list()
-    storage.delete("streamed")
+    with storage.open("logs/metrics.jsonl") as file:
+        assert file.read_at(1, 2) == b"2"
     assert storage.exists("checkpoints/step_1") and storage.exists()
     for name in ("checkpoints", "config.yaml", "config.yaml"):
         storage.delete(name)
@@ -119,19 +112,6 @@ def test_a_failed_stream_leaves_the_old_file(where, tmp_path):
     with storage.create("empty.txt"):
         pass
     assert storage.read("old.txt") == b"new" and storage.read("empty.txt") == b""
-
-
-def test_a_failed_upload_deletes_nothing():
-    storage, upload = Storage(MEMORY), MagicMock()
-    upload.write.side_effect = OSError("AWS Error ACCESS_DENIED")
-    upload.__enter__.return_value, upload.__exit__.return_value = upload, False
-    storage._fs = Mock(type_name="s3", open_output_stream=Mock(return_value=upload))
-    with (
-        pytest.raises(StorageError, match=r"cannot write .*ACCESS_DENIED"),
-        storage.create("predictions.parquet") as stream,
-    ):
-        stream.write(b"new")
-    assert not storage._fs.delete_file.called
 
 
 def test_a_full_temporary_folder_is_named():

@@ -70,11 +70,6 @@ def test_a_comma_inside_a_semicolon_table_is_text(folder):
     assert read(write_table(folder, text)).labels.to_pylist() == ["cat"]
 
 
-def test_the_separator_that_excel_declares_is_used(folder):
-    source = write_table(folder, "sep=;\r\npath;label\r\na.png;cat\r\ngone.png;dog\r\n")
-    assert read(source).labels.to_pylist() == ["cat", "dog"]
-
-
 def test_a_file_that_ends_in_tsv_is_a_table(folder):
     write_table(folder, csv_text("\t"), "t.tsv")
     assert read(str(folder / "t.tsv")).labels.to_pylist() == ["cat", "dog", None]
@@ -117,24 +112,6 @@ def test_another_encoding_is_refused_with_the_line_and_the_way_to_save(
 
 def test_utf_16_without_a_mark_is_refused_by_name(folder):
     assert "UTF-16" in refusal(write_table(folder, csv_text(), encoding="utf-16-le"))
-
-
-def test_columns_of_other_names_are_named_by_path_and_label(folder):
-    source = write_table(folder, csv_text(header=("Filename", "class")))
-    rows = read(source, columns="path=Filename,label=class,id=Filename")
-    assert (
-        rows.labels.to_pylist() == ["cat", "dog", None]
-        and rows.ids.to_pylist() == NAMES
-    )
-    lines = [
-        json.dumps({"Filename": path, "class": name}) for path, name in PATHS_AND_LABELS
-    ]
-    source = write_table(folder, "\n".join(lines), "t.jsonl")
-    assert read(source, columns="path=Filename,label=class").labels.to_pylist() == [
-        "cat",
-        "dog",
-        None,
-    ]
 
 
 def test_path_and_image_are_one_column():
@@ -221,18 +198,6 @@ def test_an_image_folder_and_an_ending_complete_the_paths(folder):
     assert os.path.basename(rows.images[1]) == "c.PNG"
     with pytest.raises(ValueError, match="image_suffix must begin with a dot"):
         DataConfig(image_suffix="png")
-
-
-def test_what_a_prediction_reads_follows_the_same_rules(folder):
-    (folder / "tables").mkdir()
-    pq.write_table(pa.table({"path": ["b", "c"]}), folder / "tables/t.parquet")
-    config = DataConfig(
-        source=str(folder / "tables"),
-        image_folder=str(folder / "sub"),
-        image_suffix=".png",
-    )
-    images = read_rows(config, images_only=True).images
-    assert images[1] == os.path.realpath(folder / "sub/c.png")
 
 
 @pytest.mark.parametrize(
@@ -387,11 +352,6 @@ def test_parquet_that_only_names_files_reads_them_or_names_the_option(folder):
     rows = read(f"parquet:{folder}/export", image_folder=str(folder))
     assert rows.labels.to_pylist() == ["x", "x", None]
     assert rows.images[1] == os.path.realpath(folder / "sub/b.png")
-    paths[0]["bytes"] = encoded(pixels(0))
-    pq.write_table(hf_table(paths, [0, 0, None], ["x"], "image"), folder / "t.parquet")
-    assert read(f"parquet:{folder}/t.parquet").images[1] == os.path.realpath(
-        folder / "sub/b.png"
-    )
 
 
 @pytest.mark.parametrize("kind", ["", "parquet:", "folder:"])

@@ -1,7 +1,5 @@
 """One rule for labels, whatever source they come from."""
 
-import json
-import tarfile
 from decimal import Decimal
 
 import numpy as np
@@ -10,12 +8,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from uno.config import DataConfig
-from uno.data.embeddings import given_vectors
 from uno.data.labels import encode_column, encode_labels
 from uno.data.sources import read_rows
 
-from .builders import encoded, failure, pixels, write_images
-from .test_tar import write_tar
+from .builders import encoded, failure, pixels
 
 NAN = float("nan")
 
@@ -102,45 +98,6 @@ def test_numbers_are_places_among_declared_names():
     assert "label 2 has no name among the 2" in failure(
         encode_labels, "source", [0, 2], names
     )
-
-
-@pytest.mark.parametrize(
-    "source", ["parquet", "csv", "jsonl", "tar", "vectors", "arrays", "python"]
-)
-def test_whole_numbers_with_gaps_are_the_same_classes_in_every_source(tmp_path, source):
-    """As pandas makes them: integers with gaps become floats."""
-    labels = [0.0, 1.0, None, 2.0, None]
-    names = [f"{i}.png" for i in range(5)]
-    write_images(tmp_path, names)
-    as_text = ["" if label is None else str(label) for label in labels]
-    csv = "".join(f"{name},{text}\n" for name, text in zip(names, as_text, strict=True))
-    vectors = np.random.default_rng(0).normal(size=(5, 4)).astype("f4")
-    place = f"{tmp_path}/t.{ {'vectors': 'parquet', 'python': 'parquet', 'arrays': 'npy'}.get(source, source) }"  # noqa: E501
-    if source == "parquet":
-        pq.write_table(pa.table({"path": names, "label": labels}), place)
-    elif source == "csv":
-        (tmp_path / "t.csv").write_text(f"path,label\n{csv}")
-    elif source == "jsonl":
-        records = [{"path": n, "label": v} for n, v in zip(names, labels, strict=True)]
-        (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, records)))
-    elif source == "tar":
-        members = [(f"{i}.png", encoded(pixels(i))) for i in range(5)]
-        members += [
-            (f"{i}.cls", text.encode()) for i, text in enumerate(as_text) if i != 3
-        ]
-        members += [("3.json", b'{"label": 2.0}')]
-        write_tar(tmp_path / "t.tar", members, tarfile.PAX_FORMAT)
-    elif source == "vectors":
-        pq.write_table(pa.table({"embedding": list(vectors), "label": labels}), place)
-    elif source == "arrays":
-        np.save(place, vectors)
-        (tmp_path / "t.csv").write_text(f"path,label\n{csv}")
-    else:
-        column = np.array([np.nan if v is None else v for v in labels])
-        given_vectors(vectors, column).store(place)
-    prefix = "vectors:" if source in ("vectors", "arrays", "python") else ""
-    rows = read_rows(DataConfig(source=prefix + place))
-    assert rows.labels.to_pylist() == ["0", "1", None, "2", None]
 
 
 def test_files_of_one_source_may_have_integers_or_floats(tmp_path):

@@ -2,6 +2,7 @@
 of (seed, step).
 """
 
+from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 
@@ -19,7 +20,6 @@ from uno.data.memory import (
     assemble,
     eval_sets,
     keep_pixels,
-    train_set,
 )
 from uno.data.sources import read_digits
 from uno.data.splits import make_task
@@ -32,31 +32,22 @@ DIGITS = DataConfig(known_classes="first:5", stored_size=8)
 
 
 def test_sets_of_the_digits():
-    task, images, ok, bad = load_resident(DIGITS, threads=2)
-    assert (
-        images.shape == (1797, 3, 8, 8)
-        and images.dtype == torch.uint8
-        and ok.all()
-        and not bad
-    )
+    task, images, ok, _ = load_resident(DIGITS, threads=2)
     train, sets = assemble(task, images, ok), eval_sets(task, images, ok)
+    truth = torch.tensor([int(label) for label in task.rows.labels.to_pylist()])
     rows = np.flatnonzero(task.is_train & (task.labels >= 0))
-    assert (train.num_known, train.num_novel) == (5, 5) and torch.equal(
-        train.labeled_images[:], images[rows]
-    )
-    assert train.labels.tolist() == [int(task.rows.labels.to_pylist()[i]) for i in rows]
-    assert (
-        len(train.labels) + len(train.unlabeled_images)
-        == task.is_train.sum()
-        == len(sets["train"].truth)
-    )
-    for found in sets.values():
+    assert (train.num_known, train.num_novel) == (5, 5)
+    assert torch.equal(train.labeled_images[:], images[rows])
+    assert torch.equal(train.labels, truth[rows])
+    assert len(rows) + train.num_unlabeled == task.is_train.sum()
+    for found, member in (
+        (sets["train"], task.is_train),
+        (sets["test"], ~task.is_train),
+    ):
         ((pixels, _),) = found.batches(len(images))
         assert torch.equal(pixels, images[found.index])
-        assert found.truth.tolist() == [
-            int(task.rows.labels.to_pylist()[i]) for i in found.index
-        ]
-    assert set(sets["test"].index.tolist()) == set(np.flatnonzero(~task.is_train))
+        assert torch.equal(found.truth, truth[found.index])
+        assert found.index.tolist() == np.flatnonzero(member).tolist()
 
 
 def contents(train):
@@ -68,33 +59,27 @@ def contents(train):
 
 @pytest.mark.parametrize("fraction", [0, 0.5])
 def test_hidden_labels_never_reach_training(fraction):
-    """Kills: truth in the training set, unlabeled rows in the order of their class,
-    known rows of a pile told from novel ones.
-    """
-    rows, sets = read_digits(), []
+    """The training set is the same whatever the classes of unlabeled rows are."""
+    rows = read_digits()
     images = torch.from_numpy(rows.images.items.transpose(0, 3, 1, 2).copy())
     ok = np.ones(len(rows), dtype=bool)
     config = DIGITS.model_copy(update={"unlabeled_known_fraction": fraction})
     task = make_task(rows, config)
     hidden = np.flatnonzero(task.is_train & (task.labels < 0))
-    permuted, names = task.eval_labels.copy(), np.array(rows.labels.to_pylist())
-    order = np.random.default_rng(0).permutation(len(hidden))
-    permuted[hidden], names[hidden] = permuted[hidden][order], names[hidden][order]
-    other = replace(
-        task,
-        eval_labels=permuted,
-        rows=replace(rows, labels=make_labels(names.tolist())),
-    )
-    sets = [(assemble(t, images, ok), eval_sets(t, images, ok)) for t in (task, other)]
-    (train, truth), (other_train, other_truth) = sets
-    assert not torch.equal(truth["train"].truth, other_truth["train"].truth)
-    for name, value in contents(train).items():
-        assert np.array_equal(value, contents(other_train)[name]), name
-    unlabeled = truth["train"].index[truth["train"].unlabeled]
-    assert torch.equal(unlabeled, torch.from_numpy(hidden))
-    assert truth["test"].unlabeled.all()
+    shuffled = np.random.default_rng(0).permutation(hidden)
+    truth, names = task.eval_labels.copy(), np.array(rows.labels.to_pylist())
+    truth[hidden], names[hidden] = truth[shuffled], names[shuffled]
+    other_rows = replace(rows, labels=make_labels(names.tolist()))
+    other = replace(task, eval_labels=truth, rows=other_rows)
+    assert not np.array_equal(truth, task.eval_labels)
+    expected = contents(assemble(task, images, ok))
+    for name, value in contents(assemble(other, images, ok)).items():
+        assert np.array_equal(value, expected[name]), name
+    sets = eval_sets(task, images, ok)
+    assert sets["train"].index[sets["train"].unlabeled].tolist() == hidden.tolist()
+    assert sets["test"].unlabeled.all()
     num_known = int((task.eval_labels[hidden] < 5).sum())
-    assert 300 < num_known < 400 if fraction else num_known == 0
+    assert (num_known > 0) == (fraction > 0)
 
 
 def test_bad_images_are_left_out_of_every_set(tmp_path):
@@ -102,49 +87,15 @@ def test_bad_images_are_left_out_of_every_set(tmp_path):
     write_images(tmp_path, [f"test/{c}/0.png" for c in "abc"])
     for name in ("train/a/1.png", "train/c/2.png"):
         (tmp_path / name).write_bytes(b"broken")
-    config = DataConfig(
-        source=str(tmp_path),
-        known_classes="first:2",
-        stored_size=8,
-        max_bad_fraction=0.2,
-    )
-    task, images, ok, bad = load_resident(config)
+    given = {"source": str(tmp_path), "known_classes": "first:2", "stored_size": 8}
+    task, images, ok, bad = load_resident(DataConfig(**given, max_bad_fraction=0.2))
     assert [entry["id"] for entry in bad] == ["train/a/1.png", "train/c/2.png"]
     train, sets = assemble(task, images, ok), eval_sets(task, images, ok)
-    assert (
-        train.labels.tolist() == [0, 0, 0, 1, 1, 1, 1]
-        and len(train.unlabeled_images) == 3
-    )
+    assert train.labels.tolist() == [0, 0, 0, 1, 1, 1, 1] and train.num_unlabeled == 3
     assert len(sets["train"].truth) == 10 and len(sets["test"].truth) == 3
-    assert (train.labeled_images[:].flatten(1).sum(1) > 0).all()
-    with pytest.raises(
-        ConfigError, match=r"2 of 15 images are unreadable.*train/a/1.png"
-    ):
-        load_resident(config.model_copy(update={"max_bad_fraction": 0.1}))
-
-
-def test_rows_without_truth_are_not_evaluated(tmp_path):
-    write_images(tmp_path, ["known/a/1.png", "known/b/2.png", "new/3.png", "new/4.png"])
-    folders = {"labeled": f"{tmp_path}/known", "unlabeled": f"{tmp_path}/new"}
-    task, images, ok, _ = load_resident(
-        DataConfig(**folders, num_novel=2, stored_size=8)
-    )
-    sets = eval_sets(task, images, ok)
-    assert sets["train"].index.tolist() == [0, 1] and len(sets["test"].truth) == 0
-    assert assemble(task, images, ok).unlabeled_images.shape == (2, 3, 8, 8)
-
-
-def test_rows_that_are_read_only_are_taken_silently():
-    """Ray's object store hands out read-only arrays. Kills: torch's warning on every
-    worker's console.
-    """
-    rows = np.arange(3)
-    rows.flags.writeable = False
-    images = torch.arange(6, dtype=torch.uint8).view(6, 1, 1, 1).expand(-1, 3, 4, 4)
-    found = train_set(
-        RowBlocks([images]), rows, torch.zeros(3, dtype=torch.int64), rows, 1, 1
-    )
-    assert found.labeled_images[:][:, 0, 0, 0].tolist() == [0, 1, 2]
+    line = r"2 of 15 images are unreadable.*train/a/1.png"
+    with pytest.raises(ConfigError, match=line):
+        load_resident(DataConfig(**given, max_bad_fraction=0.1))
 
 
 ROWS = torch.arange(7 * 2 * 3).view(7, 2, 3)
@@ -173,16 +124,13 @@ def test_rows_of_blocks_are_those_of_one_tensor(sizes, rows):
 
 
 def test_a_view_of_rows_is_no_copy():
-    """Kills: a set that holds its own images, so that memory holds them twice; rows
-    that leave the host all at once although no device holds them.
-    """
+    """Kills: a set that holds its own images, so that memory holds them twice."""
     rows = ROWS.clone()
-    some = RowBlocks([rows], stays_on_host=True).select_rows(slice(2, None))
+    some = RowBlocks([rows]).select_rows(slice(2, None))
     some = some.select_rows(torch.tensor([0, 3]))
     rows += 100
     assert torch.equal(some[:], rows[[2, 5]])
     assert torch.equal(some[torch.tensor([1]), torch.tensor([0])], rows[5:6, 0])
-    assert some.to("meta")[:1].device.type == "meta" and some[:].device.type == "cpu"
 
 
 CONFIG = small_config(
@@ -208,19 +156,13 @@ def same(first, second):
 
 
 def test_batches_are_a_pure_function_of_the_step():
-    """Kills: a generator carried from step to step, the global generator used or
-    changed.
-    """
+    """No generator is carried on, and the global one is neither used nor changed."""
     source = batches()
     torch.manual_seed(3)
     before, forward = torch.random.get_rng_state(), [source(step) for step in range(5)]
     assert torch.equal(torch.random.get_rng_state(), before)
-    assert [view.shape for view in forward[0].views] == [
-        (24, 3, 8, 8),
-        (24, 3, 8, 8),
-        (24, 3, 6, 6),
-    ]
-    assert not torch.equal(forward[0].views[0], forward[0].views[1])
+    sides = [view.shape[-1] for view in forward[0].views]
+    assert sides == [8, 8, 6] and not torch.equal(*forward[0].views[:2])
     again = batches()
     assert all(same(again(step), forward[step]) for step in reversed(range(5)))
     assert not any(same(forward[0], other) for other in forward[1:])
@@ -228,31 +170,20 @@ def test_batches_are_a_pure_function_of_the_step():
 
 
 def test_labels_belong_to_their_images():
-    """Without augmentation a row is an image of the set. Kills: labels and images
-    indexed apart.
-    """
-    config = small_config(
-        augment__large__affine=0.0,
-        augment__large__jitter=0.0,
-        train__batch_size=24,
-        augment__weak=True,
-    )
-    train = small_sets()[0]
-    batch = batches(config)(1)
+    """Without augmentation a row is an image of the set."""
+    plain = {"augment__large__affine": 0.0, "augment__large__jitter": 0.0}
+    config = small_config(**plain, train__batch_size=24, augment__weak=True)
+    train, batch = small_sets()[0], batches(config)(1)
     mean, std = (
         torch.tensor(values).view(3, 1, 1)
         for values in (config.data.mean, config.data.std)
     )
     pixels = ((batch.views[0] * std + mean) * 255).round().to(torch.uint8)
     for image, label in zip(pixels[:12], batch.labels, strict=True):
-        assert (
-            label
-            in train.labels[(train.labeled_images[:] == image).flatten(1).all(dim=1)]
-        )
-    assert all(
-        (train.unlabeled_images[:] == image).flatten(1).all(dim=1).any()
-        for image in pixels[12:]
-    )
+        is_same = (train.labeled_images[:] == image).flatten(1).all(dim=1)
+        assert label in train.labels[is_same]
+    for image in pixels[12:]:
+        assert (train.unlabeled_images[:] == image).flatten(1).all(dim=1).any()
     assert torch.equal(batch.views[0], batch.views[1])  # nothing random is left
 
 
@@ -278,31 +209,23 @@ def feature_batches(config=HEADS, rank=0, world_size=1):
 
 
 def test_a_step_takes_different_cached_views_of_a_row():
-    """Others in another epoch, and of another seed. Kills: the evaluation view left
-    out, a view twice in a step, the first views always, views of another row, labels of
-    another row.
-    """
-    source, seen = feature_batches(), {}
+    """The evaluation view is one of them. Other steps and seeds have other views."""
+    source, views_of_row = feature_batches(), defaultdict(set)
+    counts = np.zeros(1 + VIEWS)
     for step in range(20):  # 4 epochs and a half
         batch = source(step)
         assert batch.num_large == len(batch.views) == 3
         found = torch.stack(batch.views)[:, :, 0].long()
         rows, views = found % 1000, found // 1000
-        assert (rows == rows[0]).all() and 0 <= views.min() <= views.max() <= VIEWS
-        assert all(len(set(column)) == 3 for column in views.T.tolist())
-        assert (rows[0, :12] < 100).all() and torch.equal(
-            rows[0, 12:] - 100, batch.rows
-        )
+        assert (rows == rows[0]).all() and torch.equal(rows[0, 12:] - 100, batch.rows)
         assert torch.equal(batch.labels, rows[0, :12] % 5)
-        for row, column in zip(rows[0].tolist(), views.T.tolist(), strict=True):
-            seen.setdefault(row, []).append(tuple(column))
-    assert sum(len(set(some)) > 1 for some in seen.values()) > 150
-    counts = np.bincount(
-        [view for some in seen.values() for each in some for view in each]
-    )
-    assert len(counts) == 1 + VIEWS and counts.min() > 0.8 * counts.mean()
-    again = feature_batches()
-    assert all(same(again(step), source(step)) for step in (7, 3))
+        for row, some in zip(rows[0].tolist(), views.T.tolist(), strict=True):
+            assert len(set(some)) == 3
+            views_of_row[row].add(tuple(some))
+        counts += np.bincount(views.flatten(), minlength=1 + VIEWS)
+    assert sum(len(some) > 1 for some in views_of_row.values()) > 150
+    assert counts.min() > 0.8 * counts.mean()
+    assert same(feature_batches()(7), source(7))
     assert not same(feature_batches(HEADS.model_copy(update={"seed": 1}))(3), source(3))
 
 
@@ -335,7 +258,7 @@ def noisy_batches(config=HEADS, rank=0, world_size=1):
 
 
 def test_vectors_with_one_view_get_noise():
-    """Kills: equal views, noise of another size or of every number alike."""
+    """Each view has other noise, in proportion to the spread of the vectors."""
     config = override(HEADS, {"augment.vector_noise": 0.001})
     batch = noisy_batches(config)(2)
     views, spread = torch.stack(batch.views), 1000 * np.arange(200).std()
@@ -346,8 +269,6 @@ def test_vectors_with_one_view_get_noise():
     assert torch.equal(batch.labels, rows[:12] % 5)
     assert torch.equal(rows[12:] - 100, batch.rows)
     assert same(noisy_batches(config)(2), batch)
-    none = noisy_batches(override(HEADS, {"augment.vector_noise": 0}))(2)
-    assert all(torch.equal(view, none.views[0]) for view in none.views)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

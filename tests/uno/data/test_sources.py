@@ -17,9 +17,8 @@ from sklearn.datasets import load_digits
 from uno.config import DataConfig
 from uno.data import files as filesystem
 from uno.data.cifar import LAYOUTS
-from uno.data.columns import class_indices, present_classes
+from uno.data.columns import present_classes
 from uno.data.decode import decode
-from uno.data.rows import Rows
 from uno.data.sources import (
     imagenet_wnids,
     read_folder,
@@ -33,7 +32,6 @@ from uno.errors import ConfigError
 
 from .builders import (
     CIFAR,
-    SHARED,
     cifar_files,
     failure,
     publish_cifar,
@@ -53,20 +51,12 @@ def read_two(labeled, unlabeled):
 
 def test_digits_are_real_and_split_80_20_per_class():
     rows, digits = read("digits"), load_digits()
-    assert (
-        len(rows) == len(set(rows.ids.to_pylist())) == 1797
-        and len(rows.fingerprint) == 64
-    )
     assert rows.labels.to_pylist() == [str(v) for v in digits.target]
     assert rows.images[5].shape == (8, 8, 3) and rows.images[5].max() == 255
-    np.testing.assert_array_equal(
-        rows.images[5][..., 1], np.round(digits.images[5] * 255 / 16)
-    )
-    for digit in map(str, range(10)):
-        assert (
-            abs(rows.is_train[class_indices(rows.labels, [digit]) == 0].mean() - 0.8)
-            < 0.01
-        )
+    expected = np.round(digits.images[5] * 255 / 16)
+    np.testing.assert_array_equal(rows.images[5][..., 1], expected)
+    for digit in range(10):
+        assert abs(rows.is_train[digits.target == digit].mean() - 0.8) < 0.01
 
 
 def test_fingerprint_follows_content_not_place(tmp_path):
@@ -79,16 +69,6 @@ def test_fingerprint_follows_content_not_place(tmp_path):
     (b / "dog" / "2.png").write_bytes(b"longer or shorter")
     (a / "dog").rename(a / "wolf")
     assert before not in (read(a).fingerprint, read(b).fingerprint)
-    digits = read("digits")
-    changed = digits.images.items.copy()
-    changed[7, 0, 0, 0] ^= 1
-    other = Rows(digits.ids, changed, digits.labels, digits.is_train, "digits")
-    assert (
-        digits.take(np.arange(1797)).fingerprint
-        == digits.fingerprint
-        != other.fingerprint
-    )
-    assert digits.take(np.arange(1796)).fingerprint != digits.fingerprint
 
 
 @pytest.fixture
@@ -124,29 +104,6 @@ def test_cifar_keeps_files_rows_classes_and_channels_in_order(
     assert rows.labels.to_pylist()[7] == "class 7" and rows.class_names[2] == "class 2"
     assert recognize(str(tmp_path)) == recognize(str(folder)) == name
     assert read(folder).fingerprint == rows.fingerprint
-
-
-def test_cifar_python_2_pickles_are_read_without_a_warning(
-    tmp_path, monkeypatch, cifar10
-):
-    """The published files were pickled by Python 2: raw bytes as text, numpy.core
-    module names.
-    """
-    data = np.arange(2 * 3072, dtype=np.uint32).astype(np.uint8).reshape(2, 3072)
-    cifar10["test_batch"] = (
-        b"\x80\x02}(U\x04datacnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85U\x01b\x87R"
-        b"(K\x01K\x02M\x00\x0c\x86cnumpy\ndtype\nU\x02u1K\x00K\x01\x87R"
-        b"(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb\x89"
-        b"T"
-        + (2 * 3072).to_bytes(4, "little")
-        + data.tobytes()
-        + b"tbU\x06labels](K\x01K\x00eu."
-    )
-    publish_cifar(monkeypatch, "cifar10", cifar10)
-    write_cifar(tmp_path, "cifar10", cifar10)
-    rows = read(f"cifar10:{tmp_path}")
-    np.testing.assert_array_equal(rows.images[-2].transpose(2, 0, 1).ravel(), data[0])
-    assert rows.labels.to_pylist()[-2:] == ["class 1", "class 0"]
 
 
 @dataclass
@@ -551,16 +508,6 @@ def test_imagenet_split(tmp_path):
 def test_imagenet_errors(tmp_path, files, text):
     write_images(tmp_path, files)
     assert text in failure(read, f"imagenet:{tmp_path}", imagenet_split="C")
-
-
-@pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared/data")
-def test_shared_data():
-    rows = read(SHARED / "cifar10-jpeg")
-    assert len(rows) == 60_000 and (~rows.is_train).sum() == 10_000
-    assert rows.class_names[:2] == ("airplane", "automobile")
-    assert decode(rows.images[59_999], 32).shape == (3, 32, 32)
-    rows = read(f"imagenet:{SHARED}/imagenet-fullsize")
-    assert "6 held-out classes" in rows.notes[0] and len(rows) == 94
 
 
 def test_what_is_no_image_is_named(tmp_path):

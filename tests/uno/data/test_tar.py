@@ -13,19 +13,15 @@ import pyarrow.fs
 import pyarrow.parquet as pq
 import pytest
 
-from uno.config import Config, DataConfig, override
+from uno.config import DataConfig
 from uno.data import files as filesystem
 from uno.data import tar
-from uno.data.check import check
 from uno.data.decode import decode_many
-from uno.data.files import Storage
-from uno.data.pack import pack, store_local
 from uno.data.rows import ReadOptions
 from uno.data.sources import read_rows, recognize
-from uno.data.splits import labeled_rows, make_task
+from uno.data.splits import make_task
 from uno.data.tar import read_tar
 from uno.errors import ConfigError
-from uno.session.prepare import check_data
 
 from .builders import encoded, failure, pixels, write_images
 
@@ -94,10 +90,13 @@ def test_the_layout(tmp_path):
             ("a/3.txt", b"words"),
             ("4.bmp", image),
             ("4.cls", b" "),
+            ("4.json", b'{"label": "owl"}'),
             ("5.json", b'{"label": null, "cls": "dog"}'),
             ("5.png", image),
             ("6.cls", b"cat"),
             ("a/._1.jpg", b"finder"),
+            ("v1.0/x.y_1.cls", b"v1.0"),
+            ("v1.0/x.y_1.png", image),
             ("7.png", image),
             ("7.json", b'{"class": "emu", "size": [1, 2]}'),
         ],
@@ -106,13 +105,16 @@ def test_the_layout(tmp_path):
         tmp_path / "val" / "0.tar", [("1.png", image), ("1.cls", "Łódź".encode())]
     )
     rows = read(f"tar:{tmp_path}")
-    keys = [f"x-train-0.tar#{key}" for key in ("a/1", "a/2", "a/3", "4", "5", "7")]
+    keys = [
+        f"x-train-0.tar#{key}"
+        for key in ("a/1", "a/2", "a/3", "4", "5", "v1.0/x.y_1", "7")
+    ]
     assert rows.ids.to_pylist() == ["val/0.tar#1", *keys] or rows.ids.to_pylist() == [
         *keys,
         "val/0.tar#1",
     ]
     assert dict(zip(rows.ids.to_pylist(), rows.labels.to_pylist(), strict=True)) == {
-        **dict(zip(keys, ["cat", "7", None, None, None, "emu"], strict=True)),
+        **dict(zip(keys, ["cat", "7", None, "owl", None, "v1.0", "emu"], strict=True)),
         "val/0.tar#1": "Łódź",
     }
     assert (
@@ -122,8 +124,8 @@ def test_the_layout(tmp_path):
         == "test"
     )
     assert (
-        rows.images.read_images(np.arange(7)) == [image] * 7
-        and rows.images.paths(np.arange(7)) == [None] * 7
+        rows.images.read_images(np.arange(8)) == [image] * 8
+        and rows.images.paths(np.arange(8)) == [None] * 8
     )
     assert rows.notes == ("ignored 1 member of the tar files: 1 .txt",)
     lost, field = rows.warnings
@@ -170,42 +172,6 @@ def test_a_label_may_be_anywhere_in_the_shard_of_its_image(tmp_path):
             read(f"tar:{write_tar(tmp_path / 'a.tar', members)}").labels.to_pylist()
             == expected.labels.to_pylist()
         )
-
-
-def test_json_gives_the_label_where_the_text_is_blank(tmp_path):
-    parts = [
-        ("1.png", encoded(pixels(0))),
-        ("1.cls", b" "),
-        ("1.json", b'{"label": "cat"}'),
-    ]
-    for order in (parts, parts[::-1]):
-        assert read(
-            f"tar:{write_tar(tmp_path / 'a.tar', order)}"
-        ).labels.to_pylist() == ["cat"]
-
-
-def test_names_with_dots_are_rows(tmp_path):
-    """Labeled or not, and the same rows where labels are not read."""
-    keys = ["cam 2.1_003", "cam 2.1_004", "v1.0/x.y.z_1", "plain_1"]
-    images, labels = members_of(keys)
-    path = write_tar(
-        tmp_path / "a.tar", [*images, ("cam 2.1_005.png", encoded(pixels(5))), *labels]
-    )
-    rows = read(f"tar:{path}")
-    assert rows.ids.to_pylist() == [f"a.tar#{key}" for key in (*keys, "cam 2.1_005")]
-    assert rows.labels.to_pylist() == [
-        "cam 2.1",
-        "cam 2.1",
-        "v1.0/x.y.z",
-        "plain",
-        None,
-    ]
-    assert not rows.warnings and not rows.notes
-    predicted = read_rows(DataConfig(source=f"tar:{path}"), images_only=True)
-    assert (
-        predicted.ids == rows.ids
-        and len(read_rows(DataConfig(source=f"tar:{path}"), True)) == 5
-    )
 
 
 def test_an_image_that_is_a_field_of_a_row_is_left_out_with_a_warning(tmp_path):
@@ -260,17 +226,14 @@ def test_a_label_without_an_image_is_a_warning(tmp_path, name, content, num_warn
         )
 
 
-def test_labels_that_could_be_lost_are_refused(tmp_path):
+def test_labels_that_could_be_lost_are_said(tmp_path):
     """In another shard than their images, or with a part of their names only."""
     images, labels = members_of(["cat_1", "cat_2"])
     write_tar(tmp_path / "a.tar", images)
     write_tar(tmp_path / "b.tar", [*labels, ("3.png", encoded(pixels(3)))])
-    line = failure(read, f"tar:{tmp_path}")
-    assert "2 labels in another shard" in line and "'cat_1.cls' in b.tar" in line
-    assert "'a.tar#cat_1'" in line and "one shard" in line
-    # all have one: the others are no image's
-    write_tar(tmp_path / "a.tar", [*images, *labels])
-    assert "2 labels without an image" in read(f"tar:{tmp_path}").warnings[0]
+    (line,) = read(f"tar:{tmp_path}").warnings
+    assert "2 labels without an image" in line and "'cat_1.cls' in b.tar" in line
+    assert "in the same shard" in line
     path = write_tar(
         tmp_path / "c.tar", [("7.rgb.png", images[0][1]), ("7.cls", b"cat")]
     )
@@ -282,34 +245,6 @@ def test_labels_that_could_be_lost_are_refused(tmp_path):
         and "rename" in line
     )
     assert len(read_rows(DataConfig(source=f"tar:{path}"), True)) == 1
-
-
-def test_lost_labels_are_said_wherever_a_run_begins(tmp_path, capsys):
-    """By ``check``, on the console of a run, and where no label is left."""
-    image = encoded(pixels(0))
-    members = [(f"{i}.png", encoded(pixels(i))) for i in range(40)]
-    members += [(f"{i}.cls", b"ab"[i % 2 : i % 2 + 1]) for i in range(30)]
-    path = write_tar(tmp_path / "a.tar", [*members, ("gone.cls", b"a")])
-    config = override(
-        Config(),
-        {"data.source": f"tar:{path}", "data.num_novel": 1, "train.batch_size": 8},
-    )
-    task = make_task(read_rows(config.data), config.data)
-    problems = [one for one in check(task, config) if "'gone.cls'" in one.message]
-    assert [one.level for one in problems] == ["warning"]
-    check_data(config, task)
-    assert (
-        "warning: 1 label without an image, e.g. 'gone.cls'" in capsys.readouterr().out
-    )
-    lost = DataConfig(
-        source=(
-            f"tar:{write_tar(tmp_path / 'b.tar', [('1.png', image), ('2.cls', b'a')])}"
-        )
-    )
-    assert "'2.cls' in b.tar" in failure(make_task, read_rows(lost), lost)
-    write_tar(tmp_path / "b.tar", [("2.cls", b"a")])
-    line = failure(read_rows, lost)
-    assert "no members KEY.jpg" in line and "'2.cls' in b.tar" in line
 
 
 @pytest.mark.parametrize(
@@ -362,43 +297,18 @@ def test_a_folder_of_shards_is_recognized(tmp_path, both):
 
 
 def test_the_rows_of_a_folder(both):
-    """In memory. Kills: another order, pixels of a neighbor, a split or class that
-    is lost.
-    """
+    """Kills: another order, pixels of a neighbor, a split or class that is lost."""
     folder, shards = map(read, both)
-    assert [name.partition("#")[2] for name in shards.ids.to_pylist()] == [
-        name[:-4] for name in folder.ids.to_pylist()
-    ]
-    assert (
-        shards.labels.to_pylist() == folder.labels.to_pylist()
-        and shards.split == folder.split
-    )
+    keys = [name.partition("#")[2] for name in shards.ids.to_pylist()]
+    assert keys == [name.removesuffix(".png") for name in folder.ids.to_pylist()]
+    assert shards.labels.to_pylist() == folder.labels.to_pylist()
+    assert shards.split == folder.split
     (a, _), (b, reasons) = (decode_many(rows.images, 8) for rows in (folder, shards))
     assert (a == b).all() and not any(reasons)
     order = np.random.default_rng(0).permutation(30)
     expected = [shards.images[i] for i in order]
-    assert shards.images.read_images(order) == expected
-    assert pickle.loads(pickle.dumps(shards.images)).read_images(order) == expected
-    data = [DataConfig(source=source, known_classes="cat,dog") for source in both]
-    first, second = (make_task(read_rows(one), one) for one in data)
-    assert (first.known, first.num_novel) == (second.known, second.num_novel)
-    assert (first.labels == second.labels).all() and (
-        first.eval_labels == second.eval_labels
-    ).all()
-
-
-def test_shards_are_packed_as_any_source(both, tmp_path):
-    config = override(
-        Config(), {"data.source": both[1], "data.known_classes": "cat,dog"}
-    )
-    rows = read_rows(config.data)
-    output = Storage(str(tmp_path / "out"))
-    done = pack(rows, labeled_rows(rows, config.data), output, 2000, store_local(1))
-    assert (done.packed, done.bad) == (30, 0) and done.shards > 1
-    packed = read(f"parquet:{tmp_path}/out")
-    number = {name: i for i, name in enumerate(rows.ids.to_pylist())}
-    order = np.array([number[name] for name in packed.ids.to_pylist()])
-    assert packed.images.read_images(np.arange(30)) == rows.images.read_images(order)
+    for images in (shards.images, pickle.loads(pickle.dumps(shards.images))):
+        assert images.read_images(order) == expected
 
 
 def test_objects_are_read_in_pieces(both, tmp_path, monkeypatch):
@@ -503,24 +413,22 @@ def test_a_shard_that_was_just_written_is_not_trusted(shards, tmp_path):
 
 
 def test_labels_and_no_labels_have_their_own_index(shards):
-    with_labels = read(FOLDER)
+    expected = facts_of(read(FOLDER))
     without = read_tar("s3://bucket/shards", ReadOptions(images_only=True))
-    assert not with_labels.labels.null_count
     assert without.labels.null_count == len(without)
-    assert facts_of(read(FOLDER)) == facts_of(with_labels)
+    assert facts_of(read(FOLDER)) == expected
 
 
 def test_a_damaged_index_is_made_again(shards, tmp_path, caplog):
     first = read(FOLDER)
-    (index,) = [p for p in (tmp_path / "cache").rglob("*") if p.is_file()]
-    data = index.read_bytes()
-    other = io.BytesIO()
+    indexes = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    data, other = indexes[0].read_bytes(), io.BytesIO()
     pq.write_table(pa.table({"shard": [0]}), other)
     holes = data[:200] + bytes(100) + data[300:]
     for damaged in (b"", data[:-100], holes, other.getvalue()):
-        index.write_bytes(damaged)
+        indexes[0].write_bytes(damaged)
         assert facts_of(read(FOLDER)) == facts_of(first)
-        assert index.read_bytes() != damaged
+        assert indexes[0].read_bytes() == data
     assert "index" in caplog.text
 
 
@@ -676,13 +584,6 @@ def test_files_that_are_no_tar(tmp_path):
     rows = read(f"tar:{good}")
     (tmp_path / "good.tar").unlink()
     assert "cannot read" in failure(rows.images.read_images, np.arange(1))
-    random = np.random.default_rng(1)
-    for _ in range(300):  # a bit or three of the header
-        damaged = bytearray(data)
-        for at in random.integers(0, 512, random.integers(1, 4)).tolist():
-            damaged[at] ^= 1 << int(random.integers(8))
-        path.write_bytes(damaged)
-        failure(lambda: decode_many(read(f"tar:{path}").images, 8), may_pass=True)
 
 
 def test_json_may_be_large_where_it_is_not_wanted(tmp_path):

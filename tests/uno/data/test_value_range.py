@@ -1,13 +1,9 @@
 """Gray images of more than 8 bits: one range of values for a data set."""
 
-import io
 import struct
-import tarfile
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
@@ -92,24 +88,6 @@ def test_the_range_is_that_of_the_values(tmp_path, contents, expected):
 def test_images_of_8_bits_have_no_range(tmp_path):
     write_images(tmp_path, [f"{c}/{i}.png" for c in "ab" for i in range(4)])
     assert choose_value_range(task_of(tmp_path).rows) is None
-
-
-def test_every_source_gives_the_same_range(tmp_path):
-    content = encoded(GRAY.astype(np.uint16))
-    names = [f"class{i % 2}" for i in range(8)]
-    folder = write_folder(tmp_path / "folder", content)
-    table = pa.table({"image": [content] * 8, "label": names})
-    (tmp_path / "parquet").mkdir()
-    pq.write_table(table, tmp_path / "parquet" / "train.parquet")
-    with tarfile.open(tmp_path / "train.tar", "w") as tar:
-        for i, name in enumerate(names):
-            for suffix, data in (("png", content), ("cls", name.encode())):
-                info = tarfile.TarInfo(f"{i}.{suffix}")
-                info.size = len(data)
-                tar.addfile(info, io.BytesIO(data))
-    sources = (folder, tmp_path / "parquet", tmp_path / "train.tar")
-    first, *others = (choose_value_range(task_of(source).rows) for source in sources)
-    assert first is not None and others == [first, first]
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,10 @@ import uno
 from tests.uno.data.builders import write_images
 from uno.data.files import Storage
 from uno.data.images import Files
-from uno.errors import ConfigError
+from uno.errors import ConfigError, Interrupted
 from uno.session import pipeline
 from uno.session.backend import LocalBackend
+from uno.training import LocalWorker
 
 
 @pytest.fixture
@@ -41,46 +42,44 @@ def num_read(monkeypatch):
     return numbers
 
 
-def test_a_finished_run_reads_no_image(settings, num_read, capsys):
+@pytest.fixture
+def expect_no_work(num_read, monkeypatch):
+    """Check that a command reads no image before it trains or evaluates."""
+
+    def stop(*args, **kwargs):
+        raise RuntimeError("work begins")
+
+    def check(command, *args, **kwargs):
+        with monkeypatch.context() as patch:
+            patch.setattr(LocalBackend, "train", stop)
+            num_read.clear()
+            with pytest.raises(RuntimeError, match="work begins"):
+                command(*args, **kwargs)
+        assert sum(num_read) == 0
+
+    return check
+
+
+def test_a_resumed_run_reads_no_image_before_it_continues(
+    settings, num_read, monkeypatch, expect_no_work
+):
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr(LocalWorker, "should_stop", lambda self, step: True)
+        uno.discover(**settings, quiet=True)
+    assert sum(num_read) > 0  # a new run looks at its images
+    expect_no_work(uno.discover, **settings, quiet=True)
+
+
+def test_a_finished_run_is_shown_evaluated_and_completed_again(
+    settings, num_read, tmp_path, capsys, expect_no_work
+):
+    """Images are read for the evaluation alone. A model that is missing is saved."""
     first = uno.discover(**settings, quiet=True)
-    assert sum(num_read) > 0
     num_read.clear()
     again = uno.discover(**settings)
     assert "is finished" in capsys.readouterr().out
     assert again.model_hash == first.model_hash and sum(num_read) == 0
-
-
-def test_a_resumed_run_reads_no_image_before_it_continues(
-    settings, num_read, monkeypatch
-):
-    def stop(*args, **kwargs):
-        raise RuntimeError("training begins")
-
-    monkeypatch.setattr(LocalBackend, "train", stop)
-    with pytest.raises(RuntimeError, match="training begins"):
-        uno.discover(**settings, quiet=True)
-    assert sum(num_read) > 0  # a new run looks at its images
-    num_read.clear()
-    with pytest.raises(RuntimeError, match="training begins"):
-        uno.discover(**settings, quiet=True)
-    assert sum(num_read) == 0
-
-
-def test_evaluating_a_run_again_checks_no_image(settings, num_read, monkeypatch):
-    uno.discover(**settings, quiet=True)
-    num_read.clear()
-
-    def stop(*args, **kwargs):
-        raise RuntimeError("evaluation begins")
-
-    monkeypatch.setattr(LocalBackend, "train", stop)
-    with pytest.raises(RuntimeError, match="evaluation begins"):
-        pipeline.evaluate(settings["output"], {})
-    assert sum(num_read) == 0
-
-
-def test_evaluating_a_run_whose_end_was_cut_short_saves_its_model(settings, tmp_path):
-    first = uno.discover(**settings, quiet=True)
+    expect_no_work(pipeline.evaluate, settings["output"], {})
     shutil.rmtree(tmp_path / "run" / "model")
     (tmp_path / "run" / "metrics.json").unlink()
     pipeline.evaluate(settings["output"], {})
