@@ -322,10 +322,7 @@ def preset_layers(name: str, recipe: str = "paper") -> dict[str, Values]:
     """
     name = name.replace("-", "_")
     if name not in PRESETS:
-        before = ["scratch"] if name == "custom" else []
-        hint = did_you_mean(
-            name, PRESETS, "choose from " + ", ".join(PRESETS), likely=before
-        )
+        hint = did_you_mean(name, PRESETS, "choose from " + ", ".join(PRESETS))
         raise ConfigError(f"unknown preset {name!r}{hint}")
     paper, v2 = PRESETS[name]
     recipes = {"paper": {}, "v2": v2, **({"cpu": CPU[name]} if name in CPU else {})}

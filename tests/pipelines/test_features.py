@@ -27,8 +27,7 @@ from tests.pipelines.small import (
     signal_at,
 )
 from tests.uno.models import write_digits
-from tests.uno.small_run import assert_same, small_config
-from tests.uno.test_runtime import encoder_of
+from tests.uno.small_run import assert_same, frozen_encoder, small_config
 from uno.config import to_dict
 from uno.data import features as cached
 from uno.data.features import compute_local, feature_job
@@ -65,7 +64,7 @@ def weights(tmp_path_factory) -> Path:
     own.
     """
     path = tmp_path_factory.mktemp("weights") / "encoder.safetensors"
-    safetensors.torch.save_file(encoder_of().state_dict(), path)
+    safetensors.torch.save_file(frozen_encoder(small_config()).state_dict(), path)
     return path
 
 

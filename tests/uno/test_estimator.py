@@ -3,7 +3,6 @@
 import subprocess
 import sys
 
-import joblib
 import numpy as np
 import pandas as pd
 import pytest
@@ -160,24 +159,6 @@ def test_a_search_compares_steps_by_the_labeled_rows(blobs):
     assert search.best_score_ == 1
     with pytest.raises(ValueError, match="no label"):
         search.best_estimator_.score(features, np.full(len(features), None))
-
-
-def test_a_stored_model_predicts_the_same(blobs, tmp_path):
-    features, classes = blobs
-    model = NovelClassDiscovery(3).fit(features, hide_from(classes, 3))
-    joblib.dump(model, tmp_path / "model.joblib")
-    stored = joblib.load(tmp_path / "model.joblib")
-    np.testing.assert_array_equal(
-        stored.predict_proba(features), model.predict_proba(features)
-    )
-
-
-def test_the_seed_decides_the_result(blobs):
-    features, classes = blobs
-    labels = hide_from(classes, 3)
-    first = NovelClassDiscovery(3, random_state=4).fit(features, labels)
-    second = NovelClassDiscovery(3, random_state=4).fit(features, labels)
-    np.testing.assert_array_equal(first.prototypes_, second.prototypes_)
 
 
 def test_two_parts_of_one_class_are_named():

@@ -18,7 +18,6 @@ from uno.clustering.initialization import (
     shrink_prior,
     training_features,
 )
-from uno.clustering.kmeans import FREE, constrained_kmeans, seeded_kmeans, whiten
 from uno.config import override
 from uno.data.files import Storage
 from uno.data.memory import TrainSet
@@ -83,26 +82,6 @@ def test_a_novel_pile_has_novel_clusters_alone():
     )
     unit = normalize(points[rest], dim=1)
     assert torch.equal((unit @ start.centers.T).argmax(dim=1), start.assignment)
-
-
-def test_a_start_from_the_free_rows_beats_centers_drawn_one_by_one():
-    """The sum of squares, which both minimize. Kills: known clusters that keep the
-    center of their rivals.
-    """
-    points, truth, labeled = blobs(noise=1.2, sizes=[20] * 16, num_known=8)
-    points, fixed = (
-        normalize(whiten(points, 15), dim=1),
-        torch.where(labeled, truth, FREE),
-    )
-
-    pairs = [
-        (
-            seeded_kmeans(points, fixed, 16, 3, s).inertia,
-            constrained_kmeans(points, fixed, 16, 3, s).inertia,
-        )
-        for s in range(4)
-    ]
-    assert np.mean([a < b + 1e-3 for a, b in pairs]) >= 0.75, pairs
 
 
 def test_few_or_equal_rows_are_clustered_too():

@@ -265,11 +265,9 @@ class MLflow:
             self._metric(f"{phase}/{name}", value, now, step)
             for name, value in values.items()
         ]
-        for start in range(0, len(metrics), 1000):  # MLflow refuses more at once
-            part = metrics[start : start + 1000]
-            self._sending.append(
-                self._client.log_batch(self._id, part, synchronous=False)
-            )
+        self._sending.append(
+            self._client.log_batch(self._id, metrics, synchronous=False)
+        )
 
     def close(self, failed: bool) -> None:
         """Wait until MLflow has sent all metrics, then end the MLflow run."""

@@ -32,7 +32,6 @@ from uno.errors import ConfigError
 
 from .builders import (
     CIFAR,
-    SHARED,
     cifar_files,
     failure,
     publish_cifar,
@@ -509,16 +508,6 @@ def test_imagenet_split(tmp_path):
 def test_imagenet_errors(tmp_path, files, text):
     write_images(tmp_path, files)
     assert text in failure(read, f"imagenet:{tmp_path}", imagenet_split="C")
-
-
-@pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared/data")
-def test_shared_data():
-    rows = read(SHARED / "cifar10-jpeg")
-    assert len(rows) == 60_000 and (~rows.is_train).sum() == 10_000
-    assert rows.class_names[:2] == ("airplane", "automobile")
-    assert decode(rows.images[59_999], 32).shape == (3, 32, 32)
-    rows = read(f"imagenet:{SHARED}/imagenet-fullsize")
-    assert "6 held-out classes" in rows.notes[0] and len(rows) == 94
 
 
 def test_what_is_no_image_is_named(tmp_path):
