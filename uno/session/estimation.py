@@ -114,8 +114,8 @@ def format_estimate(estimate: Estimate) -> str:
     )
     if not estimate.splits and estimate.low == MIN_NOVEL:
         lines.append(
-            f"note: the estimate assumes at least {MIN_NOVEL} new classes; it cannot say"
-            " that there is one, or none"
+            f"note: the estimate assumes at least {MIN_NOVEL} new classes; it cannot"
+            " say that there is one, or none"
         )
     smallest, largest = calibration()["num_novel"]
     if not estimate.splits and estimate.high >= largest:
