@@ -593,7 +593,8 @@ def classes(argv: Sequence[str]) -> int:
             run.storage.write(YAML_FILE, data)
     else:
         valid = "names are not applied yet" if labels else f"{path} is valid"
-        print_line(f"{valid}; --apply updates the model and all files of the run")
+        command = shlex.join(["uno", "classes", *argv, "--apply"])
+        print_line(f"{valid}; next: {command}")
     return 0
 
 

@@ -88,7 +88,9 @@ def test_a_score_that_is_not_finite_is_a_numerics_error(options, storage, monkey
             overrides={"objective.temperature": 1e-40},
         )
     monkeypatch.setattr(
-        trial, "measure", lambda *args: {"score": float("nan"), "loss": 1.0}
+        trial,
+        "measure",
+        lambda *args: {"score": float("nan"), "loss": 1.0, "rows": 1.0},
     )
     with pytest.raises(NumericsError, match="epoch 1"):
         run_tiny(options, tiny_data(options.config), storage)

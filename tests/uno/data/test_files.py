@@ -145,7 +145,7 @@ def test_errors_of_the_file_system_are_storage_errors():
         "create_dir",
     ):
         getattr(storage._fs, name).side_effect = OSError("AWS Error ACCESS_DENIED")
-    for action in ("exists", "size", "list", "read", "write", "append", "delete"):
+    for action in ("exists", "list", "read", "write", "append", "delete"):
         with pytest.raises(StorageError, match=r"run.*ACCESS_DENIED"):
             getattr(storage, action)(
                 "x", *([b""] if action in ("write", "append") else [])
