@@ -102,7 +102,7 @@ def run(request, codes=None):
 
 
 def name_of(request, row, seed):
-    """The name of a cell, without its folder and hash: ``uno``, 0."""
+    """The name of the cell of a row and a seed."""
     return next(
         cell.name for cell in request.cells if (cell.row.key, cell.seed) == (row, seed)
     )
