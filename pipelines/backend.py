@@ -13,7 +13,7 @@ import numpy as np
 
 from pipelines import nodes, ray_env
 from pipelines.features import compute_on_ray
-from pipelines.predict import encode_on_ray, predict_on_ray
+from pipelines.predict import predict_on_ray
 from pipelines.tasks import run_tasks, wait_for_task
 from pipelines.train import run_on_ray
 from uno.config import Config
@@ -21,7 +21,7 @@ from uno.data.splits import Task
 from uno.errors import ConfigError
 from uno.results import estimate
 from uno.results.estimate import Estimate, Settings
-from uno.results.infer import Classifier, Decode, read_model_files
+from uno.results.infer import Classifier, read_model_files
 from uno.results.predictions import PredictionWriter, Summary
 from uno.session import resources
 from uno.session.backend import LocalBackend, estimated_set
@@ -105,31 +105,6 @@ class RayBackend(LocalBackend):
         this machine.
         """
         return ray_env.cluster_address() is not None
-
-    def decoder(self, run: Run, model: Classifier) -> Decode:
-        """Return the function that reads rows of a run in the form that a model takes.
-
-        If a cluster runs already, its workers compute features of the images with the
-        model's encoder, because this machine may be small. In all other cases the
-        function works in this process, and returns decoded images or the features that
-        are in memory. These cases are: Ray was started by this command, features are in
-        memory, or the model is that of an unfinished run.
-
-        Args:
-            run: The run, with its rows and images.
-            model: The classifier, which decides the size of the images.
-
-        Returns:
-            A function from batches of row numbers to pixels or features, see
-            :data:`uno.results.infer.Decode`.
-        """
-        here, images = super().decoder(run, model), run.task.rows.images
-        ready = images.prepared(np.arange(0))
-        has_features = ready is not None and ready[0].ndim == 2
-        if has_features or not model.model_hash or not self.is_cluster():
-            return here
-        files = read_model_files(run.storage)
-        return partial(encode_on_ray, run.config, files, images, here)
 
     def predict(
         self,

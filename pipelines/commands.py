@@ -109,8 +109,7 @@ REPORT = Command(
     RUN,
     "some",
     text="""
-RUN/report.html opens from disk and needs no network. --data SOURCE is the new place of moved data. With
---workers N the workers of a cluster compute the features of the images that it shows.
+RUN/report.html opens from disk and needs no network. --data SOURCE is the new place of moved data.
 """,  # noqa: E501
 )
 CLASSES = Command(
@@ -409,20 +408,10 @@ def export(argv: Sequence[str]) -> int:
     if own.output:
         folder, name = _split_path(own.output)
     folder.write(name, data)
-    checked, side, num = "checked against the model", model.size, len(model.classes)
+    checked = "checked against the model"
     if own.format == "onnx" and not can_check_onnx():
         checked = "NOT checked: onnxruntime is not installed"
-    vectors = model.config.model.takes_vectors
-    given = (
-        f"vectors float32 (B, {model.module.encoder.num_features})"
-        if vectors
-        else f"images uint8 (B, 3, {side}, {side})"
-    )
-    takes = f"; {given} -> probabilities (B, {num})"
-    print_line(
-        f"{folder.path(name)}: {len(data) / 1e6:.1f} MB,"
-        f" {checked}{'' if own.format == 'encoder' else takes}"
-    )
+    print_line(f"{folder.path(name)}: {len(data) / 1e6:.1f} MB, {checked}")
     return 0
 
 
@@ -604,7 +593,8 @@ def classes(argv: Sequence[str]) -> int:
             run.storage.write(YAML_FILE, data)
     else:
         valid = "names are not applied yet" if labels else f"{path} is valid"
-        print_line(f"{valid}; --apply updates the model and all files of the run")
+        command = shlex.join(["uno", "classes", *argv, "--apply"])
+        print_line(f"{valid}; next: {command}")
     return 0
 
 

@@ -6,16 +6,13 @@ rows. Features are sent to the driver. Batches and files are the same as with th
 threads of one process, so the results are, too.
 """
 
-import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import torch
-from torch import Tensor
 
 from pipelines import nodes, ray_env
 from pipelines.ray_data import (
@@ -27,16 +24,12 @@ from pipelines.ray_data import (
     pixel_column,
     shared_tensor,
 )
-from pipelines.tasks import run_tasks, wait_for_task
 from pipelines.workarounds import NODE
 from uno.config import Config
-from uno.data.decode import Decoding, decode_many, ok_mask
 from uno.data.files import Storage
 from uno.data.images import Images, InMemory, from_columns, to_columns
 from uno.encoders.runtimes import Precision, Runtime, runtime_precision
-from uno.errors import Interrupted
-from uno.model import features_of
-from uno.results.infer import Decode, build_classifier
+from uno.results.infer import build_classifier
 from uno.results.predictions import (
     InputSpec,
     PredictionWriter,
@@ -47,8 +40,6 @@ from uno.results.predictions import (
 )
 from uno.runs.hardware import num_threads
 
-# largest number of rows whose places are in the object store at once
-EXECUTION_ROWS = 2**24
 FACT_BYTES = 4096  # bytes of a row besides its pixels: id, path, reason
 
 MAX_WRITERS = 16  # a node can start so many processes at once
@@ -130,7 +121,7 @@ def map_through_model(
     # images.
     decode_cpus = ray_env.TASK_CPUS * min(1.0, spare / 2)
     whole = {"batch_format": "pyarrow", "batch_size": None}
-    for some in grouped(blocks, EXECUTION_ROWS):
+    for some in grouped(blocks):
         dataset = make_dataset(some)
         # Ray joins blocks below this size, and cuts those of 1.5 times as much, which
         # no chunk has.
@@ -242,9 +233,6 @@ class Writer:
         return pa.table({"number": [number]})
 
 
-log = logging.getLogger(__name__)
-
-
 def predict_on_ray(
     ray: Any,
     config: Config,
@@ -294,87 +282,6 @@ def predict_on_ray(
             writer.stored(number)
         on_progress(writer.num_done, writer.num_rows)
     return writer.finish()
-
-
-def encode_on_ray(
-    config: Config,
-    files: Mapping[str, bytes],
-    images: Images,
-    fallback: Decode,
-    batches: Iterable[np.ndarray],
-) -> Iterator[tuple[np.ndarray, Tensor, Sequence[str | None]]]:
-    """Compute features of images with the encoder of a run, on Ray workers.
-
-    If workers are lost, or if they can read no image because the files are on this
-    machine, a warning says so and this machine computes everything.
-
-    Args:
-        config: The configuration of the run.
-        files: The content of the files of the run's model, by name.
-        images: The images of all rows of the run.
-        fallback: Decodes the same batches on this machine, see
-            :data:`uno.results.infer.Decode`. It is called only if Ray fails.
-        batches: Batches of row numbers, int64 (b,), at least one.
-
-    Returns:
-        An iterator over tuples, one for each batch: the row numbers; float32 (b, D),
-        the D features of each image; and for each row the reason why its image cannot
-        be read, or None. If Ray fails, it is the result of ``fallback``, with pixels
-        uint8 (b, 3, S, S) instead of features.
-
-    Raises:
-        ConfigError: The cluster had no place for the workers in time.
-    """
-    rows = list(batches)
-    with ray_env.connect() as ray, suppress(Interrupted):
-        request = wait_for_task(ray, config)
-        shared = config, dict(files), images.reader(), request
-        workers = max(1, config.compute.num_workers)
-        items = (to_columns(images, batch) for batch in rows)
-        found = dict(run_tasks(ray, workers, request, encode_batch, shared, items))
-        if any(None in reasons for _, reasons in found.values()) or not rows:
-            return ((batch, *found[i]) for i, batch in enumerate(rows))
-    log.warning(
-        "workers were lost or can read no image: this machine computes the features"
-    )
-    return fallback(rows)
-
-
-def encode_batch(
-    config: Config,
-    files: Mapping[str, bytes],
-    reader: Any,
-    request: Mapping[str, float],
-    columns: Mapping[str, Any],
-) -> tuple[Tensor, list[str | None]]:
-    """Compute the features of a batch of images, in a task of Ray.
-
-    Args:
-        config: The configuration of the run.
-        files: The content of the files of the run's model, by name.
-        reader: Reads images by their number; None if ``columns`` has the images
-            themselves.
-        request: The resources of the task, ``num_cpus`` and ``num_gpus``.
-        columns: The b images of the batch as columns of Arrow, see
-            :func:`~uno.data.images.to_columns`.
-
-    Returns:
-        float32 (b, D), the D features of each image, zeros for an unreadable one; and
-        for each image the reason why it cannot be read, or None.
-    """
-    resources = {"CPU": request["num_cpus"]}
-    if request["num_gpus"]:
-        resources["GPU"] = request["num_gpus"]
-    torch.set_num_threads(threads_of_actor(config, resources))
-    model = build_classifier(files, "cuda" if "GPU" in resources else "cpu")
-    images = from_columns(pa.table(dict(columns)), reader)
-    pixels, reasons = decode_many(images, model.size, how=Decoding.of(config.data))
-    ok = torch.from_numpy(ok_mask(reasons))
-    width = int(model.module.encoder.num_features)  # type: ignore[arg-type]
-    features = torch.zeros(len(pixels), width)
-    if ok.any():
-        features[ok] = features_of(model.module, pixels[ok], model.config).cpu()
-    return features, reasons
 
 
 def make_block(writer: PredictionWriter, rows: np.ndarray) -> pa.Table:

@@ -556,29 +556,25 @@ def whole_epochs(epochs: Iterable[Iterable[pa.Table]]) -> Iterator[list[pa.Table
         yield group
 
 
-def grouped(
-    blocks: Iterable[pa.Table], max_rows: int | None = None
-) -> Iterator[list[pa.Table]]:
+def grouped(blocks: Iterable[pa.Table]) -> Iterator[list[pa.Table]]:
     """Join consecutive tables to groups of limited size, each for one execution.
 
     A group is executed as one dataset of Ray Data. It ends with the table with which it
-    has at least 128 MiB, or at least ``max_rows`` rows. The last group may be smaller.
+    has at least 128 MiB. The last group may be smaller.
 
     Args:
         blocks: The tables.
-        max_rows: The number of rows that ends a group; None if only bytes count.
 
     Yields:
         The tables of a group, a list.
     """
-    group: list[pa.Table] = []
-    rows = size = 0
+    group, size = list[pa.Table](), 0
     for block in blocks:
         group.append(block)
-        rows, size = rows + len(block), size + block.nbytes
-        if size >= EXECUTION_BYTES or rows >= (max_rows or rows + 1):
+        size += block.nbytes
+        if size >= EXECUTION_BYTES:
             yield group
-            group, rows, size = [], 0, 0
+            group, size = [], 0
     if group:
         yield group
 

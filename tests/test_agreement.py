@@ -2,8 +2,8 @@
 
 The ways are the run's own table, ``uno predict`` on any form of data, ``predict`` of a
 loaded model on any kind of image, and exported programs. Hypothesis draws how the model
-is trained, how its classes are edited and how it is asked. The release lane tries 25
-situations; ``--hypothesis-profile long`` tries 1,000, in some hours.
+is trained, how its classes are edited and how it is asked. The release lane tries the
+same 25 situations every time; ``--hypothesis-profile long`` draws others.
 """
 
 import io

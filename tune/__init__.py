@@ -3,7 +3,7 @@
 ``SCORES`` maps the name of each score to the sentence that explains it to the user.
 """
 
-FOLDS, AGREEMENT, ORACLE = "folds", "agreement", "oracle"
+FOLDS, AGREEMENT = "folds", "agreement"
 SCORES = {
     FOLDS: (
         "known classes hidden in turn and rediscovered: harmonic mean of strict"
@@ -13,9 +13,5 @@ SCORES = {
     AGREEMENT: (
         "mean clustering agreement of all pairs of heads on the unlabeled images, no"
         " labels"
-    ),
-    ORACLE: (
-        "ORACLE: true labels of the novel classes; for research on benchmarks, never a"
-        " result"
     ),
 }

@@ -125,7 +125,6 @@ def sweep_options(options: Options) -> SweepOptions:
         score=own.score,
         folds=own.folds,
         hide=own.hide,
-        seeds=own.seeds,
         concurrent=config.compute.num_workers or None,
         scheduler=own.scheduler,
         grace_epochs=own.grace_epochs,
@@ -155,7 +154,8 @@ def run_sweep(options: SweepOptions) -> int:
     config = options.config
     goes_on = Storage(str(config.output)).exists(SETTINGS)
     check_data(override(config, HERE), task, read_images=not goes_on)
-    _check_folds(options, task, asked)
+    # The folds are checked before an image is decoded, as if all rows can be read.
+    plan_folds(options, unread_data(task), asked)
     assert config.output is not None
     storage = Storage(config.output)
     with lock.lock_run(storage, on_wait=print_line) as claim:
@@ -165,12 +165,7 @@ def run_sweep(options: SweepOptions) -> int:
             "stopped before a trial began; the same command starts again"
         ):
             data = load_data(options, task, own_weights)
-        folds = make_folds(
-            data, options.score, options.folds, config.seed, options.hide
-        )
-        if derives_batch(config, asked):
-            options = with_fitting_batch(options, folds)
-        num_epochs = check_plans(options, folds)
+        options, folds, num_epochs = plan_folds(options, data, asked)
         if own_weights is not None:  # trials read them there
             kept = {"model.weights": storage.below(PRETRAINED_FILE)}
             options = options._replace(config=override(options.config, kept))
@@ -212,28 +207,37 @@ def run_sweep(options: SweepOptions) -> int:
     return 0
 
 
-def _check_folds(options: SweepOptions, task: Task, asked: Collection[str]) -> None:
-    """Check the folds of a sweep (see :mod:`tune.score`) before any image is decoded.
-
-    Every row counts as readable. The options are not changed.
+def plan_folds(
+    options: SweepOptions, data: SweepData, asked: Collection[str]
+) -> tuple[SweepOptions, list[FoldRows], int]:
+    """Return the folds of a sweep, with a batch size that they fill and their epochs.
 
     Args:
         options: The options of the sweep.
-        task: All rows of the sweep, with their classes.
+        data: The data that all trials share.
         asked: The dotted keys that the user set. If ``train.batch_size`` is not among
-            them and the batch size is derived from the data, the check is made with the
-            batch size of :func:`with_fitting_batch`.
+            them and the batch size is derived from the data, it is lowered to one that
+            every fold fills, see :func:`with_fitting_batch`.
+
+    Returns:
+        The options with that batch size; the discovery problems that each trial solves,
+        as row numbers; and the number of epochs of a trial.
 
     Raises:
         ConfigError: The known classes do not allow the folds, or a fold has fewer rows
             than a batch.
     """
-    rows, seed = task.rows, options.config.seed
-    every_row = np.ones(len(rows), dtype=bool)
-    data = sweep_data(task, Unread(rows.images, rows.ids), every_row, options.score)
-    folds = make_folds(data, options.score, options.folds, seed, options.hide)
-    fitting = derives_batch(options.config, asked)
-    check_plans(with_fitting_batch(options, folds) if fitting else options, folds)
+    config = options.config
+    folds = make_folds(data, options.score, options.folds, config.seed, options.hide)
+    if derives_batch(config, asked):
+        options = with_fitting_batch(options, folds)
+    return options, folds, check_plans(options, folds)
+
+
+def unread_data(task: Task) -> SweepData:
+    """Return the data of a sweep whose images are read later, by each trial."""
+    rows = task.rows
+    return sweep_data(task, Unread(rows.images, rows.ids), np.ones(len(rows), bool))
 
 
 def report_on(output: str) -> int:
@@ -299,10 +303,8 @@ def load_data(
     Raises:
         ConfigError: Too many images cannot be read.
     """
-    rows = task.rows
     if options.config.data.loading == "streaming":
-        unread = Unread(rows.images, rows.ids)
-        return sweep_data(task, unread, np.ones(len(rows), bool), options.score)
+        return unread_data(task)
     with (
         tempfile.TemporaryDirectory(prefix="uno-tune-") as folder,
         Progress() as show,
@@ -316,7 +318,7 @@ def load_data(
         else:
             found, reasons = load_images(config, task, own, show)
     leave_out_unreadable(reasons, config, task)
-    return sweep_data(task, found.numpy(), ok_mask(reasons), options.score)
+    return sweep_data(task, found.numpy(), ok_mask(reasons))
 
 
 @contextmanager
@@ -441,7 +443,6 @@ def open_sweep(
         "space_name": options.space_name,
         "folds": options.folds if options.score == FOLDS else None,
         "hide": options.hide,
-        "seeds": options.seeds,
         "grace_epochs": (
             None if options.scheduler == "none" else options.grace_period(num_epochs)
         ),

@@ -9,7 +9,7 @@ Only this module knows the layout of the directory of a sweep::
     trials/0007/failure.json     why it failed, written by the trial if it still could
     trials/0007/result.json      written last, by the driver: finished, stopped or
                                  failed
-    trials/0007/<fold>-seed<n>/  its checkpoints; deleted with the result
+    trials/0007/<fold>/          its checkpoints; deleted with the result
     pretrain/<hash>/             a pretraining, shared by the trials that do not change
                                  it
 """
@@ -91,19 +91,11 @@ class Trial:
 
     @property
     def score(self) -> float:
-        """The score of this trial after its last epoch, the mean over folds and seeds.
+        """The score of this trial after its last epoch, the mean over folds.
 
         A higher score is better. It is NaN if no epoch has ended.
         """
         return float(self._last["score"])
-
-    @property
-    def spread(self) -> float:
-        """The standard deviation over seeds of this trial's score after its last epoch.
-
-        It is NaN if the trial was trained with one seed.
-        """
-        return float(self._last.get("spread", math.nan))
 
     @property
     def standard_error(self) -> float:

@@ -1,8 +1,7 @@
 """Write the results of a hyperparameter search (a sweep) as a table and an HTML page.
 
 The files are ``sweep.jsonl``, ``best.yaml`` and the self-contained ``sweep.html``. They
-are made from the sweep's directory alone. With the oracle score each name begins with
-``oracle-``, and the content says so.
+are made from the sweep's directory alone.
 """
 
 import json
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from tune import ORACLE, SCORES, records, spaces
+from tune import SCORES, records, spaces
 from tune.records import FAILED, FINISHED, STOPPED, Trial
 from tune.spaces import Domain, Space
 from uno.data.files import Storage
@@ -46,15 +45,6 @@ class Summary(NamedTuple):
     ranked: list[Trial]
     best: Trial | None
     cost: dict[str, float]
-
-    @property
-    def oracle(self) -> bool:
-        """Whether the score of the trials is ``oracle``.
-
-        It is the accuracy by the true labels of the novel classes, so it serves
-        research only.
-        """
-        return bool(self.settings["score"] == ORACLE)
 
     @property
     def keeps_given(self) -> bool:
@@ -105,8 +95,7 @@ def write(storage: Storage) -> Summary:
     """Write the results of a sweep into its directory, as three files.
 
     The table is ``sweep.jsonl``, the best configuration ``best.yaml`` and the page
-    ``sweep.html``. Without a best trial ``best.yaml`` is not written. With the score
-    ``oracle`` all names begin with ``oracle-``.
+    ``sweep.html``. Without a best trial ``best.yaml`` is not written.
 
     Args:
         storage: The directory of the sweep, which is read and written.
@@ -115,11 +104,10 @@ def write(storage: Storage) -> Summary:
         The results that the files show.
     """
     summary = read(storage)
-    brand = f"{ORACLE}-" if summary.oracle else ""
-    storage.write(f"{brand}sweep.jsonl", lines_bytes(summary))
+    storage.write("sweep.jsonl", lines_bytes(summary))
     if summary.best is not None:
-        storage.write(f"{brand}best.yaml", best_yaml(summary, summary.best).encode())
-    storage.write(f"{brand}sweep.html", page(summary).encode())
+        storage.write("best.yaml", best_yaml(summary, summary.best).encode())
+    storage.write("sweep.html", page(summary).encode())
     return summary
 
 
@@ -156,13 +144,9 @@ def best_yaml(summary: Summary, best: Trial) -> str:
         summary: The results of the sweep.
         best: The trial.
     """
-    lines = [
-        "# ORACLE: chosen by the true labels of the novel classes. Not a result;"
-        " research only."
-    ]
     which = f"trial {best.index} of {len(summary.trials)}, score {best.score:.4f}"
     how = f"# {which} ({summary.settings['score']}); uno discover --config best.yaml"
-    lines = [*lines * summary.oracle, how]
+    lines = [how]
     if given := {
         k: v for k, v in summary.settings["given"].items() if k not in best.overrides
     }:
@@ -193,17 +177,13 @@ def format_table(summary: Summary) -> str:
     for rank, trial in enumerate(summary.ranked):
         if rank < MAX_LISTED or trial.index == 0:
             name = f"{trial.index}{' (yours)' if trial.index == 0 else ''}"
-            spread = "" if math.isnan(trial.spread) else f" +- {trial.spread:.4f}"
             epochs = (
                 f"{trial.last_epoch}{' stopped' if trial.status == STOPPED else ''}"
             )
             values = (str(trial.overrides[domain.key]) for domain in space)
-            rows.append([name, epochs, f"{trial.score:.4f}{spread}", *values])
+            rows.append([name, epochs, f"{trial.score:.4f}", *values])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "ORACLE: scored by the true labels of the novel classes; not a result"
-    ] * summary.oracle
-    lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     failed = sum(trial.status == FAILED for trial in summary.trials)
     trials, epochs = (
         plural(len(summary.ranked), "trial"),

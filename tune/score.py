@@ -9,7 +9,7 @@ score, and its score saturates on the easier problem of a fold. (This was decide
 digits with true labels, on 8 configurations.) Unlabeled and test rows take no part.
 
 ``agreement`` uses the real problem: it is the agreement of all pairs of heads on the
-unlabeled rows. ``oracle`` uses the true labels, and everything that it writes says so.
+unlabeled rows. No score sees a true label of a novel class.
 """
 
 import math
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from pipelines.ray_data import shared_tensor
-from tune import AGREEMENT, FOLDS, ORACLE
+from tune import AGREEMENT, FOLDS
 from uno.config import Config
 from uno.data.files import Storage
 from uno.data.images import Images
@@ -80,8 +80,6 @@ class SweepData(NamedTuple):
             known to be unreadable are neither labeled nor unlabeled.
         num_known: The number of known classes.
         num_novel: The number of novel classes.
-        oracle: int64 (N,): the true novel class from 0, or -1. None unless the score is
-            ``oracle``, the only one that may see true labels.
     """
 
     images: Source
@@ -89,41 +87,20 @@ class SweepData(NamedTuple):
     unlabeled: np.ndarray
     num_known: int
     num_novel: int
-    oracle: np.ndarray | None
 
 
-def sweep_data(task: Task, images: Source, ok: np.ndarray, score: str) -> SweepData:
-    """Return the rows, images and labels that trials may see with a given score.
+def sweep_data(task: Task, images: Source, ok: np.ndarray) -> SweepData:
+    """Return the rows, images and labels that trials may see.
 
     Args:
-        task: The N rows of the sweep, labeled and unlabeled, with the true classes that
-            are known.
+        task: The N rows of the sweep, labeled and unlabeled.
         images: The images of these N rows: an array of pixels or features, or images
             that are read later, see :data:`Source`.
         ok: bool (N,), whether a row can be read. Other rows are left out.
-        score: The name of the score by which trials are compared, see
-            :data:`tune.SCORES`. Only ``oracle``, which measures accuracy by the true
-            labels, gets the true novel classes.
-
-    Returns:
-        The images, and for each row its known class and whether it is unlabeled. The
-        true novel classes are None unless the score is ``oracle``.
-
-    Raises:
-        ConfigError: The score is ``oracle``, and the data has no true novel classes.
     """
-    usable, oracle = task.is_train & ok, None
-    if score == ORACLE:
-        oracle = np.where(
-            usable, np.maximum(task.eval_labels - len(task.known), -1), -1
-        )
-        if oracle.max(initial=-1) < 0:
-            raise ConfigError(
-                "--score oracle needs the true novel classes, and this data set has"
-                " none"
-            )
+    usable = task.is_train & ok
     labels, unlabeled = np.where(usable, task.labels, -1), usable & (task.labels < 0)
-    return SweepData(images, labels, unlabeled, len(task.known), task.num_novel, oracle)
+    return SweepData(images, labels, unlabeled, len(task.known), task.num_novel)
 
 
 class FoldRows(NamedTuple):
@@ -179,9 +156,8 @@ def make_folds(
     Args:
         data: The data of the sweep.
         score: The name of the score by which trials are compared. ``folds`` is the
-            accuracy on known classes that are hidden and on the others, ``agreement``
-            is how well the heads agree, and ``oracle`` is the accuracy by the true
-            labels, see :data:`tune.SCORES`.
+            accuracy on known classes that are hidden and on the others, and
+            ``agreement`` is how well the heads agree, see :data:`tune.SCORES`.
         num_folds: The number of folds. Only the score ``folds`` uses it.
         seed: The seed of the choice of hidden classes.
         hide: The number of known classes that each fold hides; None for the default of
@@ -198,15 +174,8 @@ def make_folds(
         ConfigError: There are too few known classes for these folds.
     """
     if score != FOLDS:
-        # Unlabeled rows have -1, unless the score may see their true class.
-        labels = data.labels
-        if data.oracle is not None:
-            labels = np.where(
-                data.unlabeled & (data.oracle >= 0),
-                data.num_known + data.oracle,
-                labels,
-            )
-        return [_make_fold("real", data, labels, data.unlabeled, data.num_novel)]
+        real = _make_fold("real", data, data.labels, data.unlabeled, data.num_novel)
+        return [real]
     folds: list[FoldRows] = []
     for hidden in hidden_classes(data.num_known, data.num_novel, num_folds, seed, hide):
         visible = [c for c in range(data.num_known) if c not in hidden]
@@ -387,8 +356,8 @@ def measure(
         config: The configuration of the trial.
         fold: The problem, with the rows to score.
         state: The state of training, with the model.
-        score: The name of the score. ``folds`` and ``oracle`` are the harmonic mean of
-            the accuracies on classes to discover and on held-out rows of known classes,
+        score: The name of the score. ``folds`` is the harmonic mean of the
+            accuracies on classes to discover and on held-out rows of known classes,
             and ``agreement`` is how well the heads agree on the rows to discover.
 
     Returns:
@@ -430,8 +399,8 @@ def combined(parts: Mapping[str, float], score: str) -> float:
     Args:
         parts: The results of :func:`measure` by name, except for ``score``.
         score: The name of the score. ``agreement`` is ``parts["agreement"]``, and
-            ``folds`` and ``oracle`` are the harmonic mean of ``novel_avg`` and, if it
-            is there, ``known_avg``, which are accuracies 0-1.
+            ``folds`` is the harmonic mean of ``novel_avg`` and, if it is there,
+            ``known_avg``, which are accuracies 0-1.
 
     Returns:
         The score, which is to be maximized.

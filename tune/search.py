@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 from ray.tune import Stopper
@@ -295,7 +296,7 @@ class SweepSearcher(Searcher):
         )
         # Checkpoints of a trial that has ended are not needed.
         for entry in self._storage.list(name):
-            if "-seed" in entry or entry.startswith("pretrain-"):
+            if entry.startswith(("fold", "real", "pretrain-")):
                 self._storage.delete(f"{name}/{entry}")
         if self._optuna is not None:
             self._optuna.tell(trial)
@@ -336,19 +337,6 @@ class Interruption(Stopper):
     __getstate__ = SweepSearcher.__getstate__
 
 
-class EarlierTrial:
-    """A trial that an earlier command has run, as Ray Tune's schedulers take it.
-
-    It has only the attribute that they read.
-
-    Args:
-        index: The number of the trial.
-    """
-
-    def __init__(self, index: int) -> None:
-        self.trial_id = f"earlier-{index}"
-
-
 def scheduler(
     options: SweepOptions, num_epochs: int, ended: Sequence[Trial]
 ) -> FIFOScheduler:
@@ -373,7 +361,8 @@ def scheduler(
         reduction_factor=REDUCTION,
     )
     for trial in (trial for trial in ended if trial.status != FAILED and trial.epochs):
-        past: Any = EarlierTrial(trial.index)
+        # Schedulers read no other attribute of a trial.
+        past: Any = SimpleNamespace(trial_id=f"earlier-{trial.index}")
         asha.on_trial_add(None, past)
         for epoch in trial.epochs:
             asha.on_trial_result(

@@ -14,7 +14,7 @@ from tune import FOLDS, SCORES, spaces
 
 WHAT_SCORES = (
     "What trials are compared by: folds (known classes hidden in turn) or agreement of"
-    " the heads; oracle uses the true labels and is for research only."
+    " the heads."
 )
 TUNE = Command(
     "tune",
@@ -37,9 +37,6 @@ TUNE = Command(
         "--folds": Argument("Sets of hidden classes in each trial.", PositiveInt, 2),
         "--hide": Argument(
             "Classes a fold hides; default: the novel share of all classes.", int | None
-        ),
-        "--seeds": Argument(
-            "Runs of each configuration; the score is their mean.", PositiveInt, 1
         ),
         "--scheduler": Argument(
             "What stops a trial early: asha (at each rung a third continues) or none.",

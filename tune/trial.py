@@ -1,9 +1,9 @@
 """Train and score one trial of a hyperparameter search (a sweep), epoch by epoch.
 
 A trial solves several folds, discovery problems that hide some of the known classes,
-with one or more seeds each. All of these trainings reach an epoch together, so early
-stopping compares what is comparable, a trial that was ended resumes where it was, and
-only one model is in memory. One more epoch means a larger ``train.max_steps``: each
+and all of these trainings reach an epoch together. So early stopping compares what is
+comparable, a trial that was ended resumes where it was, and only one model is in
+memory. One more epoch means a larger ``train.max_steps``: each
 call of ``run_phase`` resumes exactly from the checkpoint of the call before.
 """
 
@@ -48,12 +48,11 @@ class SweepOptions(NamedTuple):
         space_name: The name of the space, or the path of its file.
         trials: The number of trials.
         search: How values are chosen: ``random``, ``grid`` or ``optuna``.
-        score: The name of the score, see :data:`tune.SCORES`: ``folds``,
-            ``agreement`` or ``oracle``.
+        score: The name of the score, see :data:`tune.SCORES`: ``folds`` or
+            ``agreement``.
         folds: The number of folds of each trial.
         hide: The number of known classes that a fold hides; None for the default, see
             :func:`tune.score.hidden_classes`.
-        seeds: The number of seeds with which each configuration is trained.
         concurrent: The largest number of trials at a time; None for no limit.
         scheduler: What stops trials early: ``asha`` or ``none``.
         grace_epochs: The number of epochs before ASHA may stop a trial; None for the
@@ -69,7 +68,6 @@ class SweepOptions(NamedTuple):
     score: str
     folds: int
     hide: int | None
-    seeds: int
     concurrent: int | None
     scheduler: str
     grace_epochs: int | None
@@ -121,7 +119,7 @@ def run_trial(
             that it has trained before.
         options: The options of the sweep.
         folds: The discovery problems that the trial solves. It trains one model for
-            each of them and each seed.
+            each of them.
         num_epochs: The number of epochs to train in all, earlier ones included.
         worker: This process, with its device.
         storage: The directory of the sweep, to which the results are appended.
@@ -136,38 +134,30 @@ def run_trial(
     if trial.last_epoch >= num_epochs:
         return
     folder, seconds, runs = trial_name(trial.index), _clock(worker), []
-    seeds = range(options.config.seed, options.config.seed + options.seeds)
-    configs = [
-        override(options.config, {**trial.overrides, "seed": seed}) for seed in seeds
-    ]
-    folds = [fold._replace(train=fold.train.to(worker.device)) for fold in folds]
-    for config, fold in product(configs, folds):
+    config = override(options.config, trial.overrides)
+    longest = config.train.max_steps or 10**12
+    rarely = {
+        "train.checkpoint_every_epochs": 10**6,
+        "train.checkpoint_every_minutes": None,
+        "train.keep_checkpoints": 1,
+    }
+    for fold in folds:
+        fold = fold._replace(train=fold.train.to(worker.device))
         sizes = len(fold.train.labels), fold.train.num_unlabeled
         steps = run.plans(config, *sizes, 1)[DISCOVER].steps_per_epoch
         weights = config.model.weights or pretrained_directory(
             config, fold, worker, storage, folder
         )
-        rarely = {
-            "train.checkpoint_every_epochs": 10**6,
-            "train.checkpoint_every_minutes": None,
-            "train.keep_checkpoints": 1,
-        }
-        part = PartStorage(storage, f"{folder}/{fold.name}-seed{config.seed}")
-        runs.append(
-            (override(config, {"model.weights": weights, **rarely}), fold, part, steps)
-        )
+        own = override(config, {"model.weights": weights, **rarely})
+        runs.append((own, fold, PartStorage(storage, f"{folder}/{fold.name}"), steps))
     seconds()  # a pretraining has its own account
     for epoch in range(trial.last_epoch + 1, num_epochs + 1):
         parts = []
-        for config, fold, part, steps in runs:
-            last = {
-                "train.max_steps": min(epoch * steps, config.train.max_steps or 10**12)
-            }
-            state = run.run_phase(
-                override(config, last), DISCOVER, fold.train, worker, part
-            )
-            parts.append(measure(config, fold, state, options.score))
-        line = {"epoch": epoch, **_mean_results(parts, len(folds)), **seconds()}
+        for own, fold, part, steps in runs:
+            until = override(own, {"train.max_steps": min(epoch * steps, longest)})
+            state = run.run_phase(until, DISCOVER, fold.train, worker, part)
+            parts.append(measure(own, fold, state, options.score))
+        line = {"epoch": epoch, **_mean_results(parts), **seconds()}
         for name in ("score", "loss"):
             if not math.isfinite(line[name]):
                 raise NumericsError(
@@ -178,35 +168,23 @@ def run_trial(
         report(line)
 
 
-def _mean_results(parts: list[dict[str, float]], num_folds: int) -> dict[str, Any]:
-    """Return the results of one epoch, as means over all folds and seeds.
+def _mean_results(parts: list[dict[str, float]]) -> dict[str, Any]:
+    """Return the results of one epoch, as means over all folds.
 
     Args:
         parts: The results of :func:`~tune.score.measure`, such as ``score`` and
-            ``loss``, for each seed and fold: first all folds of the first seed.
-        num_folds: The number of folds.
+            ``loss``, for each fold.
 
     Returns:
-        The mean of each result by its name; ``scores``, the list of all scores;
-        ``rows``, the number of scored rows of all folds of one seed; and with several
-        seeds ``spread``, the standard deviation over seeds of the mean score of the
-        folds.
+        The mean of each result by its name; ``scores``, the list of all scores; and
+        ``rows``, the number of scored rows of all folds.
     """
-    scores = [part["score"] for part in parts]
     line: dict[str, Any] = {
         name: statistics.fmean(part[name] for part in parts) for name in parts[0]
     }
-    seeds = [
-        statistics.fmean(scores[i : i + num_folds])
-        for i in range(0, len(scores), num_folds)
-    ]
-    if len(seeds) > 1:
-        line["spread"] = statistics.stdev(seeds)
-    return {
-        **line,
-        "scores": scores,
-        "rows": sum(part.get("rows", 0) for part in parts[:num_folds]),
-    }
+    line["scores"] = [part["score"] for part in parts]
+    line["rows"] = sum(part["rows"] for part in parts)
+    return line
 
 
 def _clock(worker: Worker) -> Callable[[], dict[str, float]]:
@@ -334,8 +312,7 @@ def missing_pretrainings(
 ) -> list[Pretraining]:
     """Return the pretrainings that trials need and that are not done yet.
 
-    Trials with equal settings of pretraining need the same ones, one for each fold and
-    seed.
+    Trials with equal settings of pretraining need the same ones, one for each fold.
 
     Args:
         options: The options of the sweep.
@@ -350,10 +327,8 @@ def missing_pretrainings(
     found: dict[str, Pretraining] = {}
     if options.config.model.weights is not None:
         return []
-    seeds = range(options.config.seed, options.config.seed + options.seeds)
-    for overrides, seed, number in product(trials, seeds, range(len(folds))):
-        config = override(options.config, {**overrides, "seed": seed})
-        fold = folds[number]
+    for overrides, (number, fold) in product(trials, enumerate(folds)):
+        config = override(options.config, overrides)
         num_labeled, num_unlabeled = fold.sizes
         with contextlib.suppress(ConfigError):  # the trial will fail by it
             run.plans(config, num_labeled, num_unlabeled, 1)

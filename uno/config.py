@@ -771,7 +771,7 @@ class ComputeConfig(Section):
         ge=0,
         le=4096,
         flag="workers",
-        commands="evaluate predict report",
+        commands="evaluate predict",
     )
     device: Literal["auto", "cpu", "cuda"] = field(
         "auto",
@@ -785,14 +785,14 @@ class ComputeConfig(Section):
         ge=0,
         le=16,
         flag="gpus-per-worker",
-        commands="evaluate predict report",
+        commands="evaluate predict",
     )
     cpus_per_worker: float | None = field(
         None,
         "CPUs reserved for each Ray worker; default min(1, (CPUs - 1) / workers), or"
         " for training on GPUs from a stream an equal share of a node.",
         gt=0,
-        commands="evaluate predict report",
+        commands="evaluate predict",
     )
     placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = (
         field("PACK", "Ray's strategy: workers on few nodes, or spread over many.")
@@ -803,7 +803,7 @@ class ComputeConfig(Section):
         " its workers yet.",
         ge=0,
         le=10_000,
-        commands="evaluate predict report",
+        commands="evaluate predict",
     )
     precision: Literal["auto", "fp32", "bf16"] = field(
         "auto", "Encoder and MLP arithmetic; auto is bf16 on CUDA and fp32 on the CPU."

@@ -27,6 +27,7 @@ NAMESPACE, HERE, THERE = "uno-test", "uno-here", "uno-there"
 DASHBOARD, AGENT = 8269, 8270  # a node whose agent finds its port taken takes no jobs
 TOKENS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")
 STORE_BYTES = 100 * 2**20
+NODE_SECONDS = 300.0  # until a node has joined, on a busy machine
 DRAIN = """
 import sys, time
 from ray._raylet import GcsClient
@@ -133,7 +134,7 @@ class Raylets:
         where.append(f"--num-gpus={gpus}")
         self._spawn(where, cpus, hidden if there else None)
         log = Path(f"{self._folder}/{len(self._processes) - 1}.log")
-        wait_for(lambda: "Ray runtime started" in log.read_text())
+        wait_for(lambda: "Ray runtime started" in log.read_text(), NODE_SECONDS)
 
     def lose(self) -> None:
         """SIGKILL to the raylet of the node that joined last; returns once its
@@ -211,16 +212,6 @@ def head(cpus: int, takes_jobs: bool = False) -> Iterator[Raylets]:
         finally:
             raylets.end()
     shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def two_nodes(hidden: Path, cpus: tuple[int, int] = (4, 3)) -> Iterator[Raylets]:
-    """A head, and a node that does not see the directory ``hidden`` if it is on a
-    second machine.
-    """
-    with head(cpus[0]) as raylets:
-        raylets.join(cpus[1], hidden)
-        yield raylets
 
 
 class Command:

@@ -27,8 +27,7 @@ from tests.pipelines.small import (
     signal_at,
 )
 from tests.uno.models import write_digits
-from tests.uno.small_run import assert_same, small_config
-from tests.uno.test_runtime import encoder_of
+from tests.uno.small_run import assert_same, frozen_encoder, small_config
 from uno.config import to_dict
 from uno.data import features as cached
 from uno.data.features import compute_local, feature_job
@@ -65,7 +64,7 @@ def weights(tmp_path_factory) -> Path:
     own.
     """
     path = tmp_path_factory.mktemp("weights") / "encoder.safetensors"
-    safetensors.torch.save_file(encoder_of().state_dict(), path)
+    safetensors.torch.save_file(frozen_encoder(small_config()).state_dict(), path)
     return path
 
 
@@ -87,10 +86,8 @@ def finished(tmp_path_factory, weights) -> Path:
 def test_clustering_trains_nothing_and_says_what_to_expect(
     finished, weights, tmp_path, capsys, monkeypatch
 ):
-    """Kills: a step that is taken, a space or prototypes that checkpoint, model and
-    evaluation do not share, a run again that chooses otherwise, a dry run that takes a
-    step, says nothing of time or a warning twice, a doctor that misses phases, the
-    page's stored size for the encoder's.
+    """Kills: a step that is taken, prototypes that checkpoint, model and evaluation do
+    not share, a run again that chooses otherwise, a dry run that takes a step.
     """
     argv = [
         "discover",
@@ -114,12 +111,12 @@ def test_clustering_trains_nothing_and_says_what_to_expect(
     ]
     capsys.readouterr()
     # features that are still to come
-    few = ["--num-novel", "3", "--compute.cache", str(tmp_path / "empty")]
+    few = ["--compute.cache", str(tmp_path / "empty")]
     assert cli.main([*argv, *few, "--output", str(tmp_path / "run"), "--dry-run"]) == 0
     planned = capsys.readouterr().out.splitlines()
     assert planned[-1] == "dry run: nothing was trained, and nothing was kept"
     assert not any("epoch" in line for line in planned)
-    for start in ("model: ", "training: ", "warning: num_novel 3 is below"):
+    for start in ("model: ", "training: "):
         assert sum(line.startswith(start) for line in planned) == 1, planned
     for name in ("run", "again"):
         assert cli.main([*argv, "--output", str(tmp_path / name)]) == 0

@@ -283,33 +283,6 @@ def test_a_worker_counts_its_share_of_a_gpu(monkeypatch):
 
 
 @pytest.mark.ray
-def test_a_pool_of_ray_data_prints_no_line_of_ray_itself(monkeypatch):
-    """Kills: an error line of each rank at its first images; a line of its own that
-    is lost with it.
-    """
-    from ray._private.ray_logging import (
-        global_worker_stdstream_dispatcher as dispatcher,
-    )
-
-    seen = []
-    monkeypatch.setattr(workarounds, "GONE", ())  # no fall-back
-    monkeypatch.setattr(
-        dispatcher,
-        "handlers",
-        [("prints", lambda printed: seen.extend(printed["lines"]))],
-    )
-    for _ in range(2):
-        workarounds.quiet_pools()
-    assert len(dispatcher.handlers) == 2
-    noise = (
-        "E 1 core_worker.cc:2465: Actor 'MapWorker' ... See"
-        " https://github.com/ray-project/ray/issues/53727"
-    )
-    dispatcher.emit({"lines": ["a line", noise, "another"]})
-    assert seen == ["a line", "another"]
-
-
-@pytest.mark.ray
 def test_ray_answers_a_worker_and_us(ray_cluster, monkeypatch):
     """Kills: a name of Ray's internals that is not Ray's, a place that stays taken."""
     monkeypatch.setattr(workarounds, "GONE", ())  # no fall-back

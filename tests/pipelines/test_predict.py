@@ -6,10 +6,8 @@ import re
 import signal
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -17,7 +15,7 @@ import safetensors.torch
 import torch
 import yaml
 
-from pipelines import backend, cli, predict, ray_env
+from pipelines import backend, cli
 from tests.pipelines.small import refused, wait_for, write_images
 from tests.uno.data.builders import encoded, pixels
 from tests.uno.data.test_tar import write_tar
@@ -25,11 +23,9 @@ from tests.uno.models import write_damaged, write_digits, write_model
 from tests.uno.small_run import SMALL as SMALL_RUN
 from uno.config import override
 from uno.data.files import Storage
-from uno.data.images import InMemory
 from uno.data.sources import read_digits
-from uno.errors import Interrupted
 from uno.presets import preset
-from uno.results.infer import load_classifier, read_model_files
+from uno.results.infer import load_classifier
 from uno.results.predictions import FOLDER, read_columns
 from uno.session import configure
 from uno.session.backend import LocalBackend, choose_backend
@@ -96,46 +92,14 @@ def test_overwritten_images_are_predicted_again(run, tmp_path, caplog, kind):
     )
 
 
-def test_this_machine_computes_features_if_workers_cannot(run, monkeypatch, caplog):
-    """Nodes are lost, or only this machine has the files. Tasks are called here."""
-
-    def run_here(ray, workers, request, function, shared, items):
-        return [(i, function(*shared, item)) for i, item in enumerate(items)]
-
-    def lose(*_):
-        raise Interrupted("tasks keep dying")
-
-    request = {"num_cpus": 1, "num_gpus": 0}
-    monkeypatch.setattr(ray_env, "connect", nullcontext)
-    monkeypatch.setattr(predict, "wait_for_task", lambda *_: request)
-    monkeypatch.setattr(predict, "threads_of_actor", lambda *_: 1)
-    monkeypatch.setattr(predict, "run_tasks", run_here)
-    monkeypatch.setattr(ray_env, "cluster_address", lambda: "a cluster")
-    storage = Storage(str(run))
-    config = load_classifier(storage).config
-    files, images = read_model_files(storage), InMemory(["/no/such.png"])
-    how = config, files, images, lambda batches: (len(batches), "here")
-    assert predict.encode_on_ray(*how, [np.arange(1)]) == (1, "here")
-    monkeypatch.setattr(predict, "run_tasks", lose)
-    assert predict.encode_on_ray(*how, [np.arange(1)] * 2) == (2, "here")
-    assert caplog.text.count("this machine computes") == 2
-
-
 class Workers(LocalBackend):
-    """Workers that are this process, and who asks them for a sample and for
-    predictions.
-    """
+    """Workers that are this process, and the numbers of rows that they predict."""
 
     after_training = backend.RayBackend.after_training
 
-    def __init__(self, is_cluster=False) -> None:
-        self.asked: list[int] = []
+    def __init__(self, is_cluster) -> None:
         self.predicted: list[int] = []
         self.is_cluster = lambda: is_cluster
-
-    def decoder(self, run, model):
-        self.asked.append(len(run.task.rows))
-        return super().decoder(run, model)
 
     def predict(self, run, model, writer, show):
         self.predicted.append(writer.num_rows)
@@ -154,9 +118,9 @@ class Workers(LocalBackend):
 def test_workers_end_a_large_run(
     tmp_path, monkeypatch, few, loading, is_cluster, asked
 ):
-    """They predict and look at the rows of the report. Kills: a head that runs the
-    encoder of a large run, workers that start for a small one, or for images that this
-    machine has decoded and they would decode again.
+    """They predict its rows. Kills: a head that runs the encoder of a large run,
+    workers that start for a small one, or for images that this machine has decoded and
+    they would decode again.
     """
     monkeypatch.setattr(backend, "RAY_PAYS_ROWS", few)
     workers, run = Workers(is_cluster), tmp_path / "run"
@@ -169,21 +133,7 @@ def test_workers_end_a_large_run(
     }
     settings |= {"pretrain.epochs": 1, "discover.epochs": 1, "compute.threads": 1}
     discover(override(preset("digits"), settings), settings)
-    assert (
-        workers.asked == asked
-        and workers.predicted == asked
-        and (run / "report.html").exists()
-    )
-
-
-def test_workers_look_at_the_rows_of_a_report_where_asked(run, monkeypatch):
-    """Kills: --workers that a report accepts and forgets."""
-    workers = Workers()
-    monkeypatch.setattr(backend, "RayBackend", lambda: workers)
-    uno("report", run)
-    assert workers.asked == []
-    uno("report", run, "--workers", 2)
-    assert workers.asked == [1797]
+    assert workers.predicted == asked and (run / "report.html").exists()
 
 
 def test_commands_without_checks_say_what_a_source_leaves_out(run, tmp_path, capsys):

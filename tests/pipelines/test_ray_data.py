@@ -368,7 +368,7 @@ def test_a_rank_crops_on_its_own_node_with_its_share_of_the_cpus(
     assert found == (processes, pytest.approx(1e8))
 
 
-def test_executions_follow_each_other_in_order():
+def test_executions_follow_each_other_in_order(monkeypatch):
     """The blocks of the next one are stored while one is read, and it starts when that
     has ended: its processes would wait for CPUs otherwise. Kills: rows that are lost at
     the borders.
@@ -385,8 +385,9 @@ def test_executions_follow_each_other_in_order():
         yield from tables
         ended.append(len(tables))
 
+    monkeypatch.setattr(ray_data, "EXECUTION_BYTES", 4 * 8)  # four rows
     tables = [pa.table({"x": [i]}) for i in range(10)]
-    found = ray_data.in_executions(execute, ray_data.grouped(tables, 4))
+    found = ray_data.in_executions(execute, ray_data.grouped(tables))
     first = next(found)["x"][0].as_py()
     # its thread comes when it comes; the timeout of the test is the limit
     while len(stored) < 2:
@@ -407,12 +408,6 @@ def test_an_execution_has_whole_epochs(monkeypatch):
     epochs = [parts(2, 2), parts(1, 1, 1), parts(5, 5, 5, 5), parts(7), parts()]
     assert rows(ray_data.whole_epochs(epochs)) == [[2, 2, 1, 1, 1], [5, 5, 5, 5], [7]]
     assert rows(ray_data.grouped(parts(3, 3, 3, 9, 1, 1))) == [[3, 3], [3, 9], [1, 1]]
-    monkeypatch.setattr(ray_data, "EXECUTION_BYTES", 1_000)
-    assert rows(ray_data.grouped(parts(3, 3, 3, 9, 1, 1), 5)) == [
-        [3, 3],
-        [3, 9],
-        [1, 1],
-    ]
     assert rows(ray_data.whole_epochs([])) == rows(ray_data.grouped([])) == []
 
 
@@ -478,17 +473,6 @@ def test_a_streamed_run_of_parquet(tmp_path, capsys, monkeypatch):
         tmp_path / "run/predictions"
     ).exists()
     assert cli.main(["evaluate", "run"]) == 0
-
-
-def test_pack_refuses(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    pack = ["data", "pack", "--data", "digits"]
-    assert "needs --output DIR" in refused(capsys, 2, *pack)
-    line = refused(capsys, 2, *pack, "--output", "x", "--shard-mb", "0")
-    assert (
-        "--shard-mb: Input should be greater than 0" in line
-        and not (tmp_path / "x").exists()
-    )
 
 
 def test_a_process_that_decodes_imports_little():

@@ -41,7 +41,7 @@ BAD = (
     " 0,--dry-run"
 )
 USELESS = (
-    "--trials 0,--folds 0,--seeds 0,--folds 9,--hide 1,--hide"
+    "--trials 0,--folds 0,--folds 9,--hide 1,--hide"
     " 5,--weights /some/run,--discover.epochs 0,--train.batch-size"
     " 5000,--data.known-classes first:2,--score agreement --model.num-heads 1"
 )

@@ -150,11 +150,7 @@ def test_the_page_is_self_contained_and_inert(storage):
     assert page.tags[3][1]["content"].startswith(
         "default-src 'none'; img-src data:; style-src 'unsafe-in"
     )
-    assert (
-        visible(NASTY) in page.text
-        and "ORACLE" not in page.text
-        and "nan" not in page.text
-    )
+    assert visible(NASTY) in page.text and "nan" not in page.text
     dots = [attrs["class"] for tag, attrs in page.tags if tag == "circle"]
     # legend, learning curves, a scatter for each key
     assert dots.count("dot best") == 1 + 1 + len(UNO)
@@ -165,21 +161,6 @@ def test_the_page_is_self_contained_and_inert(storage):
         if name in ("cx", "cy", "d")
     ]
     assert numbers and not any("nan" in value or "inf" in value for value in numbers)
-
-
-def test_the_oracle_brands_every_file_and_table(tmp_path):
-    options = tiny_options(tmp_path / "o", "--score", "oracle")
-    storage = fake_sweep(tmp_path / "o", options, trials(options))
-    summary = report.write(storage)
-    names = set(storage.list())
-    assert {"oracle-sweep.jsonl", "oracle-best.yaml", "oracle-sweep.html"} <= names
-    assert not {"sweep.jsonl", "best.yaml", "sweep.html"} & names
-    assert "ORACLE" in storage.read("oracle-sweep.html").decode()
-    assert storage.read("oracle-best.yaml").decode().startswith("# ORACLE")
-    assert report.format_table(summary).startswith("ORACLE")
-    text = storage.read("oracle-sweep.jsonl")
-    lines = [json.loads(line) for line in text.splitlines()]
-    assert {line["objective"] for line in lines} == {"oracle"}
 
 
 @pytest.mark.parametrize(

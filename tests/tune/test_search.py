@@ -2,6 +2,8 @@
 package is needed.
 """
 
+from types import SimpleNamespace
+
 import pytest
 
 from tests.tune.tiny import fake_sweep, tiny_options
@@ -89,7 +91,7 @@ def test_how_trials_end(sweep):
     storage.write(
         "trials/0005/failure.json", b'{"kind": "NumericsError", "reason": "non-finite"}'
     )
-    storage.write("trials/0005/fold0-seed0/x", b"")
+    storage.write("trials/0005/fold0/x", b"")
     for name in "bcd":
         plan.on_trial_complete(name, result={})
     plan.on_trial_complete("e", error=True)  # killed: out of memory
@@ -103,7 +105,7 @@ def test_how_trials_end(sweep):
         "non-finite",
         "the process died (out of memory?)",
     ]
-    assert not storage.exists("trials/0005/fold0-seed0")
+    assert not storage.exists("trials/0005/fold0")
     assert plan_of(sweep, trials=7)[2] == [2]  # it never ended
 
 
@@ -125,7 +127,7 @@ def test_a_trial_that_is_interrupted_has_no_result(sweep):
 
 def test_early_stopping_remembers_earlier_trials(tmp_path):
     """Kills: a continued sweep whose first trial meets empty rungs and survives."""
-    from tune.search import EarlierTrial, scheduler
+    from tune.search import scheduler
 
     options = tiny_options(tmp_path, "--grace-epochs", "1")
     lines = [{"epoch": epoch, "score": 0.9} for epoch in (1, 2, 3)]
@@ -135,7 +137,7 @@ def test_early_stopping_remembers_earlier_trials(tmp_path):
         (before, 0.95, "CONTINUE"),
         ([], 0.1, "CONTINUE"),
     ):
-        found, new = scheduler(options, 9, past), EarlierTrial(9)
+        found, new = scheduler(options, 9, past), SimpleNamespace(trial_id="new")
         found.on_trial_add(None, new)
         assert (
             found.on_trial_result(None, new, {"epoch": 1, "score": score}) == expected

@@ -11,7 +11,7 @@ import pytest
 
 from tests.tune.tiny import claimed, run_tiny, tiny_data, tiny_options
 from tests.uno.data.builders import encoded
-from tune import AGREEMENT, FOLDS, ORACLE, driver, records
+from tune import AGREEMENT, FOLDS, driver, records
 from tune.driver import load_data, run_sweep
 from tune.score import SweepData, Unread
 from uno.data.files import Storage
@@ -36,7 +36,6 @@ def options_of(folder: Path, *words: str):
     [
         FOLDS,
         AGREEMENT,
-        pytest.param(ORACLE, marks=pytest.mark.release),
     ],
 )
 def test_streamed_rows_give_the_numbers_of_rows_in_memory(tmp_path, score):
@@ -45,7 +44,7 @@ def test_streamed_rows_give_the_numbers_of_rows_in_memory(tmp_path, score):
     """
     options = options_of(tmp_path, "--score", score, "--folds", "2")
     found = []
-    for data in (tiny_data(options.config, score), streamed(options)):
+    for data in (tiny_data(options.config), streamed(options)):
         with claimed(tmp_path / str(len(found))) as storage:
             found.append(run_tiny(options, data, storage))
     assert len(found[0]) == 2 and found[0] == found[1]

@@ -55,7 +55,7 @@ def test_epochs_one_by_one_are_the_training_of_uno_discover(
 ):
     """Kills: a schedule that restarts with every epoch, a state that is not resumed."""
     run_tiny(options, tiny_data(options.config), storage)
-    chunks = newest(PartStorage(storage, "trials/0000/fold0-seed0"), run.DISCOVER)
+    chunks = newest(PartStorage(storage, "trials/0000/fold0"), run.DISCOVER)
     whole = Storage(str(tmp_path / "b"))
     for phase in (run.PRETRAIN, run.DISCOVER):
         run.run_phase(options.config, phase, fold.train, LocalWorker(CPU), whole)
@@ -88,7 +88,9 @@ def test_a_score_that_is_not_finite_is_a_numerics_error(options, storage, monkey
             overrides={"objective.temperature": 1e-40},
         )
     monkeypatch.setattr(
-        trial, "measure", lambda *args: {"score": float("nan"), "loss": 1.0}
+        trial,
+        "measure",
+        lambda *args: {"score": float("nan"), "loss": 1.0, "rows": 1.0},
     )
     with pytest.raises(NumericsError, match="epoch 1"):
         run_tiny(options, tiny_data(options.config), storage)

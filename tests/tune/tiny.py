@@ -58,14 +58,14 @@ def tiny_options(output: Path | str, *more: str) -> SweepOptions:
     return sweep_options(parse([*TINY, "--output", str(output), *more], TUNE))
 
 
-def tiny_data(config: Config, score: str = FOLDS, relabel: Any = None) -> SweepData:
+def tiny_data(config: Config, relabel: Any = None) -> SweepData:
     """What trials see; ``relabel`` changes the true labels (N,) that only evaluation
     may read.
     """
     task, images, ok, _ = load_resident(config.data, threads=1)
     if relabel is not None:
         object.__setattr__(task, "eval_labels", relabel(task.eval_labels.copy()))
-    return sweep_data(task, images.numpy(), ok, score)
+    return sweep_data(task, images.numpy(), ok)
 
 
 def folds_of(

@@ -16,6 +16,7 @@ from uno.clustering.initialization import init_prototypes_
 from uno.config import Config, override
 from uno.data.files import Storage
 from uno.data.memory import EvalSet, TrainSet
+from uno.encoders.build import build_encoder
 from uno.errors import Interrupted
 from uno.methods import load
 from uno.model import build_network
@@ -63,6 +64,17 @@ def small_config(**overrides: Any) -> Config:
         preset("digits"),
         SMALL | {k.replace("__", "."): v for k, v in overrides.items()},
     )
+
+
+def frozen_encoder(config: Config) -> torch.nn.Module:
+    """Return an encoder with running statistics that are not those of a new network."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        encoder = build_encoder(config.model)
+        for name, buffer in encoder.named_buffers():
+            if name.endswith("running_var"):
+                buffer.uniform_(0.5, 1.5)
+    return encoder.eval().requires_grad_(False)
 
 
 def step_of(config: Config) -> Step:

@@ -1,7 +1,9 @@
 """Read folders of images whose classes are in a table beside them.
 
-Hugging Face's ``imagefolder`` has ``metadata.csv`` or ``metadata.jsonl`` with a column
-``file_name``. The tables lie in the folder itself or in the folders of its splits.
+Two layouts are known. Hugging Face's ``imagefolder`` has ``metadata.csv`` or
+``metadata.jsonl`` with a column ``file_name``. Roboflow's export has ``_classes.csv``
+with a column for each class, which holds 0 or 1. The tables lie in the folder itself or
+in the folders of its splits.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from uno.data.text_tables import TextTable, read_text_table
 from uno.errors import ConfigError, one_line
 from uno.text import plural
 
-METADATA = ("metadata.csv", "metadata.jsonl")  # names of the tables
+ONE_HOT = "_classes.csv"  # table in the layout of Roboflow
+TABLES = ("metadata.csv", "metadata.jsonl", ONE_HOT)  # names of the tables
 
 
 def has_labels(root: str, options: ReadOptions = DEFAULT_OPTIONS) -> bool:
@@ -36,6 +39,8 @@ def has_labels(root: str, options: ReadOptions = DEFAULT_OPTIONS) -> bool:
     names = options.columns
     label = names.get("label", "label")
     for relative in _find_tables(root):
+        if relative.endswith(ONE_HOT):
+            return True
         columns = read_text_table(filesystem.join(root, *relative.split("/"))).columns
         if names.get("image", "file_name") in columns and label in columns:
             return True
@@ -59,15 +64,15 @@ def read_annotated_folder(root: str, options: ReadOptions = DEFAULT_OPTIONS) -> 
         table names.
 
     Raises:
-        ConfigError: There is no such table, or a table cannot be read or lacks the
-            column of image paths.
+        ConfigError: There is no such table, a table cannot be read or lacks the column
+            of image paths, or an image has several classes.
     """
     source, names = f"imagefolder:{root}", options.columns
     tables = _find_tables(root)
     if not tables:
         raise ConfigError(
-            f"{source}: no {' or '.join(METADATA)} there or in its folders train, test"
-            " and validation"
+            f"{source}: no {', '.join(TABLES)} there or in its folders train, test and"
+            " validation"
         )
     merged: dict[str, list[Any]] = {
         c: [] for c in ("path", "id", "label", "eval_label", "split")
@@ -76,8 +81,11 @@ def read_annotated_folder(root: str, options: ReadOptions = DEFAULT_OPTIONS) -> 
     for relative in tables:
         path = filesystem.join(root, *relative.split("/"))
         table = read_text_table(path)
-        ours = _columns_of_metadata(path, table, names)
-        others |= dict.fromkeys(table.columns)
+        if relative.endswith(ONE_HOT):
+            ours = _columns_of_one_hot(path, table)
+        else:
+            ours = _columns_of_metadata(path, table, names)
+            others |= dict.fromkeys(table.columns)
         folder, _, _ = relative.rpartition("/")
         num_rows, prefix = len(table.lines), f"{folder}/" if folder else ""
         split = SPLITS.get(folder, "train")
@@ -134,14 +142,14 @@ def _find_tables(root: str) -> list[str]:
 
     Returns:
         Paths relative to ``root``, with '/' as separator, of files with a name in
-        :data:`METADATA`.
+        :data:`TABLES`.
     """
     folders, files = filesystem.children(root)
-    found = [name for name in files if name in METADATA]
+    found = [name for name in files if name in TABLES]
     for folder in folders:
         if folder in SPLITS:
             _, files = filesystem.children(filesystem.join(root, folder))
-            found += [f"{folder}/{name}" for name in files if name in METADATA]
+            found += [f"{folder}/{name}" for name in files if name in TABLES]
     return found
 
 
@@ -174,3 +182,34 @@ def _columns_of_metadata(
         ours: table.columns[c] for ours, c in theirs.items() if c in table.columns
     }
     return columns | {"path": table.columns[image]}
+
+
+def _columns_of_one_hot(path: str, table: TextTable) -> dict[str, list[Any]]:
+    """Convert a table with a column of 0 and 1 for each class to paths and labels.
+
+    Args:
+        path: The path of the table, for errors.
+        table: The table, in the layout of Roboflow.
+
+    Returns:
+        The values of 'path' and 'label'. An image with no 1 has no label.
+
+    Raises:
+        ConfigError: The table has no column ``filename``, or an image has several
+            classes.
+    """
+    if "filename" not in table.columns:
+        has = one_line(", ".join(table.columns)) or "none"
+        raise ConfigError(f"{path}: needs a column filename; it has {has}")
+    classes = [name for name in table.columns if name != "filename"]
+    labels = list[str | None]()
+    for row, line in enumerate(table.lines):
+        members = [c for c in classes if str(table.columns[c][row]).strip() == "1"]
+        if len(members) > 1:
+            raise ConfigError(
+                f"{path} line {line}: the image has the classes"
+                f" {one_line(', '.join(members))}; classes are discovered for images of"
+                " one class: keep one 1 a line"
+            )
+        labels.append(members[0] if members else None)
+    return {"path": table.columns["filename"], "label": labels}

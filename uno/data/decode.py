@@ -7,8 +7,6 @@ about 480 original images of ImageNet a second.
 """
 
 import errno
-import logging
-import re
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -55,18 +53,6 @@ PIECE_ROWS = 64  # images that a thread decodes at once
 HEADER_BYTES = 2**16  # first bytes of a file, which hold the header of most images
 READERS = 4  # threads that read images that are stored together
 LOOKERS = 8  # threads that look at images without decoding them into a batch
-# the first entries of warnings.filters while images are decoded
-IGNORED = (
-    ("ignore", None, Warning, re.compile(r"PIL\."), 0),
-    # a warning of PyTorch for tensors that share Pillow's memory; nobody writes to them
-    (
-        "ignore",
-        re.compile("The given NumPy array is not writable", re.IGNORECASE),
-        Warning,
-        None,
-        0,
-    ),
-)
 # error numbers that concern the process or the machine, not the file that is read
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
@@ -77,7 +63,13 @@ DecodedBatch = tuple[np.ndarray, Tensor, list[str | None]]
 cannot be used, or None. See :func:`decoded`.
 """
 
-log = logging.getLogger(__name__)
+
+# Pillow warns of damaged metadata and of large pictures, image by image; such images
+# are checked here. PyTorch warns of tensors that share Pillow's memory; nobody writes
+# to them. The filters are set once, because they belong to the process and not to a
+# thread: to remove them would also remove filters that other threads have added.
+warnings.filterwarnings("ignore", module=r"PIL\.")
+warnings.filterwarnings("ignore", "The given NumPy array is not writable")
 
 
 class Decoding(NamedTuple):
@@ -136,19 +128,6 @@ class ImageFacts(NamedTuple):
 
 class BadImage(Exception):
     """An image that cannot be used. The message is the reason, in one line."""
-
-
-def ignore_image_warnings() -> None:
-    """Ignore the warnings of :data:`IGNORED` from now on, in the whole process.
-
-    Pillow warns of damaged metadata and of large pictures, image by image. Such images
-    are checked here. Warning filters belong to the process and not to a thread, so they
-    match only these warnings. They are never removed: that would also remove the
-    filters that other threads have added meanwhile.
-    """
-    if (*warnings.filters[: len(IGNORED)],) != IGNORED:
-        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-        warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
 def decode(image: Image, size: int, how: Decoding = PLAIN) -> np.ndarray:
@@ -626,7 +605,6 @@ def _open(
         raise BadImage(
             "a DICOM image; convert it to a 16-bit PNG, for example with dcmj2pnm +on2"
         )
-    ignore_image_warnings()
     with _decoder_errors():
         picture = Pillow.open(BytesIO(data), formats=FORMATS)
     width, height = picture.size

@@ -688,27 +688,6 @@ class Storage:
         """Return whether there is a file or directory of this path below the root."""
         return bool(self._info(name).type != pa.fs.FileType.NotFound)
 
-    def size(self, name: str) -> int:
-        """Return the size of a file in bytes, 0 if it does not exist."""
-        return self._info(name).size or 0
-
-    def temporary_files(self, name: str = "") -> list[str]:
-        """Return the names of temporary files that interrupted writers left behind.
-
-        Args:
-            name: The directory to search, with all directories in it.
-
-        Returns:
-            Names below the root. There are none in remote storage, where a file is
-            written by one upload.
-        """
-        found = Path(self.path(name)).rglob(".*") if self.is_local else ()
-        return [
-            os.path.relpath(path, self.root)
-            for path in found
-            if TEMPORARY.fullmatch(path.name)
-        ]
-
     def list(self, name: str = "") -> list[str]:
         """Return the names of the files and directories in a directory, sorted.
 

@@ -97,12 +97,7 @@ def _stacked(array: np.ndarray, what: str) -> np.ndarray:
     """
     if array.ndim != 1 or not len(array):
         return array.astype(np.float32)
-    rows = [np.asarray(row, dtype=np.float32) for row in array]
-    lengths = Counter(row.shape for row in rows)
-    if len(lengths) > 1:
-        shapes = " and ".join(str(shape) for shape, _ in lengths.most_common(2))
-        raise ValueError(f"rows have the shapes {shapes}")
-    return np.stack(rows)
+    return np.stack([np.asarray(row, dtype=np.float32) for row in array])
 
 
 def _fix(given: Any) -> str:

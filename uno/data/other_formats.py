@@ -58,7 +58,6 @@ FIXES = {
 ``{path}`` stands for the path of the file.
 """
 COCO_OF_ROBOFLOW = "_annotations.coco.json"
-SEVERAL_CLASSES_OF_ROBOFLOW = "_classes.csv"
 USUAL_BESIDE_IMAGES = (".json", ".npy", ".npz", ".pt", ".pth", ".h5ad", ".gz", ".txt")
 """Endings of files that lie beside images for many reasons."""
 
@@ -115,18 +114,12 @@ def refuse_annotations(root: str) -> None:
         root: Path or URI of the folder.
 
     Raises:
-        ConfigError: The folder has the layout of COCO, YOLO or Pascal VOC, or
-            Roboflow's table of several classes an image.
+        ConfigError: The folder has the layout of COCO, YOLO or Pascal VOC.
     """
     top, _ = children(root)
     kind = ""
     for place in (root, *(join(root, name) for name in top if name in SPLITS)):
         folders, files = children(place)
-        if SEVERAL_CLASSES_OF_ROBOFLOW in files:
-            raise ConfigError(
-                f"{join(place, SEVERAL_CLASSES_OF_ROBOFLOW)} may give an image several"
-                " classes, and one is needed; export the images as folders of classes"
-            )
         if COCO_OF_ROBOFLOW in files:
             kind = "COCO"
         elif {"images", "labels"} <= {*folders}:

@@ -7,7 +7,9 @@ deletes the temporary files of processes that were killed there.
 
 import hashlib
 import json
+import os
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import safetensors.torch
@@ -126,12 +128,14 @@ def list_temporary_files(storage: Storage, below: str = "") -> list[str]:
         below: Path of the directory below ``storage``.
 
     Returns:
-        Paths of files below ``storage``. Storage other than a local disk has none.
+        Paths of files below ``storage``. There are none in remote storage, where a file
+        is written by one upload.
     """
+    found = Path(storage.path(below)).rglob(".*") if storage.is_local else ()
     return [
-        name
-        for name in storage.temporary_files(below)
-        if not is_lock(name.rpartition("/")[2])
+        os.path.relpath(path, storage.root)
+        for path in found
+        if TEMPORARY.fullmatch(path.name) and not is_lock(path.name)
     ]
 
 

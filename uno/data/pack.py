@@ -29,7 +29,7 @@ from uno.data.output import claim_directory, delete_temporary_files
 from uno.data.parquet import FOOTERS, PACKED, PACKING, json_at
 from uno.data.rows import Rows
 from uno.data.sampling import by_windows
-from uno.data.unreadable import BAD_SAMPLES, check_bad
+from uno.data.unreadable import check_bad
 from uno.errors import ConfigError, StorageError, one_line
 from uno.limits import MAX_IMAGE_BYTES
 
@@ -233,7 +233,8 @@ def pack(
 ) -> Packed:
     """Write a data set as shards, or complete a pack that was interrupted.
 
-    Unreadable images are left out of the shards and listed in ``bad_samples.jsonl``.
+    Unreadable images are left out of the shards. If there are any, they are listed in
+    ``bad_samples.jsonl``.
 
     Args:
         rows: The N rows to write.
@@ -289,10 +290,7 @@ def pack(
         row: reason_of_id[name]
         for name, row in find_rows(rows.ids, reason_of_id).items()
     }
-    entries = check_bad(rows.ids, reasons, 1, images=rows.images)
-    output.write(
-        BAD_SAMPLES, "".join(json.dumps(entry) + "\n" for entry in entries).encode()
-    )
+    entries = check_bad(rows.ids, reasons, 1, output, rows.images)
     counts = {"packed": len(rows) - len(entries), "bad": len(entries)}
     output.write(
         PACKING, json.dumps({**plan, **counts, "finished": True}, indent=1).encode()

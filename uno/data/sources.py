@@ -178,16 +178,13 @@ def locate_source(config: DataConfig) -> tuple[str, str]:
     source = config.source.strip()
     if source == "digits":
         return source, ""
-    prefix, path = "", source
-    match = re.match(r"([A-Za-z][\w-]*):(?!//)(.*)", source, re.DOTALL)
-    if match and not os.path.exists(source):
-        prefix, path = match.groups()
-        if prefix not in SOURCES:
-            known = f"choose from digits, {':, '.join(SOURCES)}:"
-            hint = did_you_mean(
-                prefix.lower(), SOURCES, known, lambda near: f"{near}:{path}"
-            )
-            raise ConfigError(f"unknown data source {prefix + ':'!r}{hint}")
+    prefix, path = split_prefix(source)
+    if prefix and prefix not in SOURCES:
+        known = f"choose from digits, {':, '.join(SOURCES)}:"
+        hint = did_you_mean(
+            prefix.lower(), SOURCES, known, lambda near: f"{near}:{path}"
+        )
+        raise ConfigError(f"unknown data source {prefix + ':'!r}{hint}")
     path = filesystem.normalize_path(path)
     kind = SOURCES.get(prefix)
     may_be_missing = kind is not None and (
@@ -203,6 +200,18 @@ def locate_source(config: DataConfig) -> tuple[str, str]:
             f"data source {source!r}: no such file or folder {path!r}{hint}"
         )
     return prefix or recognize(path, ReadOptions.of(config)), path
+
+
+def split_prefix(source: str) -> tuple[str, str]:
+    """Split a source as a user writes it, such as ``tar:DIR``, at its colon.
+
+    Returns:
+        The prefix, '' if there is none or if a file has this whole name; and the path.
+    """
+    match = re.match(r"([A-Za-z][\w-]*):(?!//)(.*)", source, re.DOTALL)
+    if match is None or os.path.exists(source):
+        return "", source
+    return match[1], match[2]
 
 
 def recognize(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> str:
@@ -424,11 +433,10 @@ def read_two_folders(labeled: str, unlabeled: str, follow_links: bool = False) -
         ConfigError: A folder is missing or holds no image, one folder is inside the
             other, or an image of the first folder is in no class folder.
     """
-    match = re.match(r"(classes|splits):(?!//)(.*)", labeled, re.DOTALL)
-    kind, labeled = (
-        match.groups() if match and not os.path.exists(labeled) else ("folder", labeled)
-    )
-    labeled = filesystem.normalize_path(labeled)
+    kind, path = split_prefix(labeled)
+    if kind not in ("classes", "splits"):
+        kind, path = "folder", labeled
+    labeled = filesystem.normalize_path(path)
     first, second = (
         os.path.realpath(_directory(folder)) + "/" for folder in (labeled, unlabeled)
     )

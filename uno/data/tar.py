@@ -164,7 +164,7 @@ def read_tar(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
     """
     source, shards = f"tar:{path}", find_shards(path, options.follow_links)
     names = [valid_text(shard.relative) for shard in shards]
-    contents = index_shards(filesystem.full_path(path), shards, options.images_only)
+    contents = index_shards(shards, options.images_only)
     found = dict(zip(names, contents, strict=True))
     warnings, notes = _list_warnings(found), _list_notes(found)
     counts = [len(content.images) for content in contents]

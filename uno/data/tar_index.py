@@ -1,8 +1,8 @@
 """Find the images and labels inside tar shards, and remember what was found.
 
 :mod:`tarfile` reads the headers of a shard, which transfers most of a remote shard. The
-result is kept in an index in the cache directory of the user. A later start reads the
-index, and scans only shards that are new or have another size or modification time.
+result is kept in a file in the cache directory of the user. A later start reads this
+file, unless the size or the modification time of the shard is another.
 """
 
 import hashlib
@@ -15,10 +15,9 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from typing import Any, BinaryIO, NamedTuple
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -29,8 +28,9 @@ from uno.data.labels import is_missing
 from uno.errors import ConfigError, StorageError, one_line
 from uno.limits import MAX_MEMBER_BYTES, MAX_ROWS
 
-VERSION = 2  # version of what a scan finds and how the index stores it
-FOLDER = "tar-index"  # folder of the cache directory with the indexes
+VERSION = 3  # version of what a scan finds and how the index stores it
+FOLDER = "tar-index"  # folder of the cache directory with the contents of shards
+REMARKS = b"uno.remarks"  # key of the metadata with all that is no image
 THREADS = 16  # the number of shards that are scanned at the same time
 SETTLED_NS = 2 * 10**9  # a shard may change again in the same tick of its clock
 # suffixes of members with a label, and what they hold; the first suffix counts
@@ -246,19 +246,12 @@ class _Shard:
         return valid_text(value) if isinstance(value, str) else value
 
 
-def index_shards(
-    root: str, shards: Sequence[FileEntry], images_only: bool
-) -> list[ShardContent]:
-    """Return what shards hold, from the index or by scanning them.
-
-    The index is a Parquet file in the user's cache directory. It serves a shard if its
-    path, its size and its modification time are those of the scan. Other shards are
-    scanned, and the index is written anew.
+def index_shards(shards: Sequence[FileEntry], images_only: bool) -> list[ShardContent]:
+    """Return what shards hold, from the cache directory or by scanning them.
 
     Args:
-        root: The folder, file or pattern that names the shards.
         shards: The shards.
-        images_only: Whether labels are not read. Such scans have an index of their own.
+        images_only: Whether labels are not read. Such scans are kept apart.
 
     Returns:
         The content of each of ``shards``, in their order.
@@ -266,100 +259,85 @@ def index_shards(
     Raises:
         ConfigError: A shard cannot be read or is refused.
     """
-    started = time.time_ns()
-    name = hashlib.sha256(json.dumps([VERSION, root, images_only]).encode()).hexdigest()
-    path = f"{FOLDER}/{name[:32]}.parquet"
-    known = _read_index(path)
-    missing = [shard for shard in shards if _identity(shard) not in known]
     with ThreadPoolExecutor(THREADS) as pool:
-        scanned = pool.map(partial(scan_shard, images_only=images_only), missing)
-        content_of = {
-            **known,
-            **dict(zip(map(_identity, missing), scanned, strict=True)),
-        }
-    settled = {
-        _identity(shard): content_of[_identity(shard)]
-        for shard in shards
-        if shard.size >= 0 and 0 <= shard.time < started - SETTLED_NS
-    }
-    if settled.keys() != known.keys():
-        _write_index(path, settled)
-    return [content_of[_identity(shard)] for shard in shards]
+        return list(pool.map(partial(_index_shard, images_only=images_only), shards))
 
 
-Identity = tuple[str, int, int]
-"""A shard's path below the source, its size in bytes and its modification time."""
+def _index_shard(shard: FileEntry, images_only: bool) -> ShardContent:
+    """Return what a shard holds, from the cache directory or by scanning it.
 
-
-def _identity(shard: FileEntry) -> Identity:
-    """Return the path, size and modification time by which a shard is recognized.
-
-    The index serves a shard if all three are those of the scan.
-    """
-    return shard.relative, shard.size, shard.time
-
-
-def _read_index(path: str) -> dict[Identity, ShardContent]:
-    """Read an index.
+    A shard that changes in the tick of the clock in which it is scanned may keep its
+    size and time, so the scan of a shard that was just written is not kept.
 
     Args:
-        path: Path of the index below the cache directory.
+        shard: The shard.
+        images_only: Whether labels are not read.
+
+    Raises:
+        ConfigError: The shard cannot be read or is refused.
+    """
+    if shard.size < 0 or not 0 <= shard.time < time.time_ns() - SETTLED_NS:
+        return scan_shard(shard, images_only)
+    place = filesystem.full_path(shard.path)
+    key = json.dumps([VERSION, place, shard.size, shard.time, images_only])
+    path = f"{FOLDER}/{hashlib.sha256(key.encode()).hexdigest()[:32]}.parquet"
+    content = _read_content(path)
+    if content is None:
+        content = scan_shard(shard, images_only)
+        _write_content(path, content)
+    return content
+
+
+def _read_content(path: str) -> ShardContent | None:
+    """Read the content of a shard from the cache directory.
+
+    Args:
+        path: Path below the cache directory.
 
     Returns:
-        The content of each shard in the index. Empty if there is no index, or if it is
-        damaged. A warning is then logged.
+        The content. None if there is no such file, or if it is damaged. A warning is
+        then logged.
     """
     try:
         data = Storage(user_cache()).find(path)
         if data is None:
-            return {}
-        reader = pa.BufferReader(data)
-        table = pq.read_table(reader, page_checksum_verification=True)
-        return {
-            tuple(json.loads(shard.as_py())): ShardContent(
-                images.values, **json.loads(remarks.as_py())
-            )
-            for shard, images, remarks in zip(
-                table["shard"], table["images"], table["remarks"], strict=True
-            )
-        }
+            return None
+        table = pq.read_table(pa.BufferReader(data), page_checksum_verification=True)
+        images = table.cast(pa.schema(IMAGE)).combine_chunks().to_struct_array()
+        remarks = json.loads(table.schema.metadata[REMARKS])
+        return ShardContent(images.combine_chunks(), **remarks)
     except (StorageError, pa.ArrowException, OSError, *BAD_HEADERS, TypeError) as error:
-        log.warning("the index of tar shards cannot be read: %s", one_line(error))
-        return {}
+        _warn_once(f"the index of tar shards cannot be read: {one_line(error)}")
+        return None
 
 
-def _write_index(path: str, content_of: Mapping[Identity, ShardContent]) -> None:
-    """Write an index. If the cache directory cannot be written, a warning is logged.
+def _write_content(path: str, content: ShardContent) -> None:
+    """Write the content of a shard to the cache directory.
+
+    If the directory cannot be written, a warning is logged.
 
     Args:
-        path: Path of the index below the cache directory.
-        content_of: The content of each shard.
+        path: Path below the cache directory.
+        content: The content of the shard.
     """
-    images = [content.images for content in content_of.values()]
-    ends = np.cumsum([0, *map(len, images)], dtype=np.int32)
-    values = pa.concat_arrays([pa.array([], IMAGE), *images])
-    remarks = [
-        json.dumps({k: v for k, v in content._asdict().items() if k != "images"})
-        for content in content_of.values()
-    ]
-    table = pa.table(
-        {
-            "shard": pa.array(map(json.dumps, content_of), pa.string()),
-            "images": pa.ListArray.from_arrays(ends, values),
-            "remarks": pa.array(remarks, pa.string()),
-        }
-    )
+    remarks = content._asdict()
+    table = pa.Table.from_struct_array(remarks.pop("images"))
+    table = table.replace_schema_metadata({REMARKS: json.dumps(remarks)})
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
     try:
-        storage = Storage(user_cache())
-        storage.write(path, sink.getvalue().to_pybytes())
-    except (StorageError, OSError) as error:
-        log.warning(
-            "the index of tar shards cannot be kept, so that the next start scans them"
-            " again: %s",
-            one_line(error),
+        Storage(user_cache()).write(path, sink.getvalue().to_pybytes())
+    except StorageError:
+        _warn_once(
+            f"the index of tar shards cannot be kept in {user_cache()}, so that the"
+            " next start scans them again"
         )
+
+
+@cache
+def _warn_once(text: str) -> None:
+    """Log a warning, unless the same one was logged before."""
+    log.warning("%s", text)
 
 
 def scan_shard(entry: FileEntry, images_only: bool) -> ShardContent:

@@ -10,12 +10,10 @@ that of PyTorch's own bfloat16. Threads share the batches of a call. Each batch 
 the number of threads.
 """
 
-import logging
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from typing import Literal
@@ -187,21 +185,6 @@ def _run_in_torch(encoder: Program, images: Tensor, bf16: bool = False) -> Tenso
         return encoder(images.contiguous(memory_format=torch.channels_last)).float()
 
 
-@contextmanager
-def _kept_logging() -> Iterator[None]:
-    """Restore the settings of the root logger at the end of a ``with`` block.
-
-    When OpenVINO's converter fails, it leaves the warnings of all loggers switched off.
-    """
-    root = logging.getLogger()
-    level, filters, handlers = root.level, [*root.filters], [*root.handlers]
-    try:
-        yield
-    finally:
-        root.setLevel(level)
-        root.filters[:], root.handlers[:] = filters, handlers
-
-
 def compile_encoder(
     encoder: nn.Module, images: Tensor, threads: int, bf16: bool
 ) -> Program:
@@ -219,11 +202,7 @@ def compile_encoder(
     import openvino
 
     # The tracer warns about Python values that it makes constant.
-    with (
-        warnings.catch_warnings(action="ignore"),
-        _kept_logging(),
-        torch.inference_mode(),
-    ):
+    with warnings.catch_warnings(action="ignore"), torch.inference_mode():
         model = openvino.convert_model(encoder, example_input=images[:2])
     options = {
         "NUM_STREAMS": threads,

@@ -1,7 +1,7 @@
 """Write the HTML report of a run: gather its parts, and render them by a template."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from uno.report.pictures import SHEET_COLUMNS, Album
 from uno.report.sample import Sample, open_model, score_sample
 from uno.results.accuracy_table import filled_tables, has_several_heads
 from uno.results.classes import edits_of
-from uno.results.infer import Classifier, Decode, decoder
+from uno.results.infer import Classifier, decoder
 from uno.results.metrics import confusion, hungarian, joint_matching
 from uno.results.trust import verdict
 from uno.runs import REPORT_FILE, directory
@@ -44,7 +44,6 @@ def write_report(
     note: str = "",
     model: Classifier | None = None,
     metrics: Mapping[str, float] | None = None,
-    make_decoder: Callable[[Classifier], Decode] | None = None,
 ) -> str:
     """Write ``report.html`` into the directory of a run.
 
@@ -59,8 +58,6 @@ def write_report(
         note: A sentence for the top of the report, such as why there is no ``task``.
         model: The model of the run; None for the one in its directory.
         metrics: The metrics of the run; None for those in its directory.
-        make_decoder: Takes the model, and returns the function that decodes rows for
-            it. By default this process decodes them.
 
     Returns:
         The path or URI of the report.
@@ -77,10 +74,7 @@ def write_report(
             if model is None:
                 model = open_model(config, storage, task, device)
             model = model.to(device)
-            if make_decoder is None:
-                decode = decoder(model, task.rows, config.compute.threads)
-            else:
-                decode = make_decoder(model)
+            decode = decoder(model, task.rows, config.compute.threads)
             sample = score_sample(task, model, decode)
         except (StorageError, RuntimeError, ValueError) as error:
             # PyTorch raises RuntimeError for a checkpoint of another shape

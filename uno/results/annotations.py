@@ -231,6 +231,8 @@ def count_labels(
 ) -> dict[int, Counter[str]]:
     """Count the labels that people gave to the images of the predictions of a run.
 
+    Images with which the run was trained as labeled ones are left out.
+
     Args:
         storage: The run.
         labels: The id or path of an image -> its class.
@@ -243,7 +245,7 @@ def count_labels(
         ConfigError: No label is of an image of the predictions.
         StorageError: The run has no complete predictions.
     """
-    table = read_columns(storage, ["id", "uri", "class_index"])
+    table = read_columns(storage, ["id", "uri", "label", "class_index"])
     if table is None:
         raise StorageError(
             f"{storage.uri} has no complete predictions; run uno predict first"
@@ -258,7 +260,7 @@ def count_labels(
     counts = defaultdict[int, Counter[str]](Counter)
     for image, row in found.items():
         index = table["class_index"][row].as_py()
-        if index is not None:
+        if index is not None and not table["label"][row].is_valid:
             counts[index][labels[image]] += 1
     return counts
 

@@ -171,16 +171,49 @@ def model_html(
     """
     shown = classes[:MAX_CLASSES]
     members = [found.get(c.index, Members(0, [])) for c in shown]
+    images = (image for own in members for image in own.images)
+    native = (max(i.shape[:2]) for i in images if isinstance(i, np.ndarray))
+    side = min(side, SIDE, *native)
     fate_of = {c.index: fate for c, fate in edits_of(classes)}
     rows = [
         [c.name, c.kind, f"{own.rows:,}" if found else "–", fate_of.get(c.index, "")]  # noqa: RUF001
         for c, own in zip(shown, members, strict=True)
     ]
     more = len(classes) - len(shown)
-    end = plural(more, "more class", "more classes") if more else ""
-    heads = ["", "class", "kind", "images", ""]
-    images = [own.images for own in members]
-    return _table(title, facts, heads, images, rows, end, side, value_range)
+    return _template().render(
+        title=title,
+        facts=facts,
+        heads=["", "class", "kind", "images", ""],
+        rows=list(zip(_encode_strips(members, side, value_range), rows, strict=True)),
+        more=plural(more, "more class", "more classes") if more else "",
+        is_sharp=side <= SMALL,
+    )
+
+
+def _encode_strips(
+    members: Sequence[Members], side: int, value_range: Range | None
+) -> list[str]:
+    """Encode the images of each class as one picture, side by side.
+
+    Images that cannot be read are left out.
+
+    Args:
+        members: The images of each class.
+        side: The side of an image in pixels.
+        value_range: As in :class:`uno.data.decode.Decoding`.
+
+    Returns:
+        A data URI for each class; "" for a class without readable images.
+    """
+    images = [image for own in members for image in own.images]
+    pixels, reasons = decode_many(images, side, how=Decoding(value_range=value_range))
+    ok, start, uris = ok_mask(reasons), 0, list[str]()
+    for own in members:
+        strip = slice(start, start + len(own.images))
+        start = strip.stop
+        readable = pixels.numpy()[strip][ok[strip]]
+        uris.append(encode(readable, len(readable), QUALITY) if len(readable) else "")
+    return uris
 
 
 def format_counts(names: Iterable[str | None] | Mapping[str | None, int]) -> str:
@@ -199,51 +232,6 @@ def format_counts(names: Iterable[str | None] | Mapping[str | None, int]) -> str
     return ", ".join(shown) + (", ..." if len(counts) > 8 else "")
 
 
-def _table(
-    title: str,
-    facts: Sequence[str],
-    heads: Sequence[str],
-    groups: Sequence[Sequence[Image]],
-    rows: Sequence[Sequence[Any]],
-    more: str,
-    side: int,
-    value_range: Range | None,
-) -> str:
-    """Return a table with a title as HTML.
-
-    Images that cannot be read are left out.
-
-    Args:
-        title: The title.
-        facts: Lines below the title. Empty ones are left out.
-        heads: The heads of the columns. The first column has the pictures.
-        groups: For each row the images that are shown side by side.
-        rows: For each row the values of the other columns.
-        more: A line below the table.
-        side: The largest side of a picture in pixels.
-        value_range: As in :class:`uno.data.decode.Decoding`.
-    """
-    images = [image for group in groups for image in group]
-    arrays = (max(i.shape[:2]) for i in images if isinstance(i, np.ndarray))
-    side = min(side, SIDE, *arrays)
-    ends = np.cumsum([len(group) for group in groups])
-    pixels, reasons = decode_many(images, side, how=Decoding(value_range=value_range))
-    ok = ok_mask(reasons)
-    readable = [
-        pixels.numpy()[end - len(group) : end][ok[end - len(group) : end]]
-        for group, end in zip(groups, ends, strict=True)
-    ]
-    uris = [encode(own, len(own), QUALITY) if len(own) else "" for own in readable]
-    return _template().render(
-        title=title,
-        facts=facts,
-        heads=heads,
-        rows=list(zip(uris, rows, strict=True)),
-        more=more,
-        is_sharp=side <= SMALL,
-    )
-
-
 @cache
 def _template() -> Template:
     """Return the HTML template of tables, which escapes all values."""
@@ -258,10 +246,5 @@ def _template() -> Template:
 
 
 def _text(value: object) -> str:
-    """Format the value of a cell as text of at most 120 characters.
-
-    A float is shown in percent, and None and NaN as "".
-    """
-    if value is None or value != value:  # NaN differs from itself
-        return ""
-    return f"{value:.0%}" if isinstance(value, float) else visible(value, 120)
+    """Format the value of a cell as text of at most 120 characters."""
+    return visible(value, 120)

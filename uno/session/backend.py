@@ -20,7 +20,7 @@ from uno.encoders.weights import PRETRAINED, PRETRAINED_FILE, fetch_pretrained
 from uno.errors import Interrupted
 from uno.results.estimate import Estimate, Settings, estimate_num_novel
 from uno.results.evaluate import evaluate_run
-from uno.results.infer import Classifier, Decode, accelerated_encoder, decoder
+from uno.results.infer import Classifier, accelerated_encoder
 from uno.results.predictions import PredictionWriter, Summary, predict_rows
 from uno.runs.hardware import local_device, num_threads
 from uno.session import resources
@@ -110,18 +110,6 @@ class LocalBackend:
         Backends of several processes return another one here.
         """
         return self
-
-    def decoder(self, run: Run, model: Classifier) -> Decode:
-        """Return a function that decodes images of a run for a model.
-
-        The function takes batches of row numbers and yields their pixels, which threads
-        of this process decode ahead, see :data:`uno.results.infer.Decode`.
-
-        Args:
-            run: The run, which has the rows and the number of threads.
-            model: The model, which decides the size of the images.
-        """
-        return decoder(model, run.task.rows, run.config.compute.threads)
 
     def predict(
         self,

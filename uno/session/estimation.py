@@ -3,7 +3,7 @@
 import time
 from collections.abc import Collection
 
-from uno.clustering.num_classes import calibration
+from uno.clustering.num_classes import MIN_NOVEL, calibration
 from uno.config import Config, override
 from uno.data.files import Storage
 from uno.data.splits import decide_setting, train_rows
@@ -112,6 +112,11 @@ def format_estimate(estimate: Estimate) -> str:
         "next: extra classes can be merged later with uno classes, missing ones"
         f" cannot: --num-novel {estimate.suggested} ({reason})"
     )
+    if not estimate.splits and estimate.low == MIN_NOVEL:
+        lines.append(
+            f"note: the estimate assumes at least {MIN_NOVEL} new classes; it cannot"
+            " say that there is one, or none"
+        )
     smallest, largest = calibration()["num_novel"]
     if not estimate.splits and estimate.high >= largest:
         lines.append(

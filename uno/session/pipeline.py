@@ -10,7 +10,6 @@ import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pyarrow.compute as pc
@@ -279,7 +278,6 @@ def finish(
             note=run.data_problem,
             model=model,
             metrics=metrics,
-            make_decoder=partial(run.backend.decoder, run),
         )
     if metrics is not None:
         _mark_measured(run.storage)

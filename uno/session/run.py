@@ -15,7 +15,7 @@ from uno.data.files import Storage
 from uno.data.splits import Task
 from uno.model import UnoModel
 from uno.results.estimate import Estimate, Settings
-from uno.results.infer import Classifier, Decode
+from uno.results.infer import Classifier
 from uno.results.predictions import PredictionWriter, Summary
 from uno.runs import directory
 from uno.runs.hardware import local_device
@@ -54,21 +54,10 @@ class Backend(Protocol):
         """
 
     def after_training(self, task: Task) -> Backend:
-        """Return the backend that predicts rows and decodes images after training.
+        """Return the backend that predicts rows after training.
 
         Args:
             task: The rows of the trained run.
-        """
-
-    def decoder(self, run: Run, model: Classifier) -> Decode:
-        """Return a function that decodes images of a run for a model.
-
-        The function takes batches of row numbers and yields their pixels, or features
-        of a frozen encoder, see :data:`uno.results.infer.Decode`.
-
-        Args:
-            run: The run, which has the rows.
-            model: The model, which decides the size of the images.
         """
 
     def predict(

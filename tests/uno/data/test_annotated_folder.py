@@ -121,11 +121,31 @@ def test_an_imagefolder_without_a_table_or_its_column_is_refused(folder):
     assert "needs a column file_name" in line and "image, label" in line
 
 
-def test_a_table_of_several_classes_an_image_is_refused(folder):
-    """Roboflow's export with a column of 0 and 1 for each class."""
-    (folder / "train/_classes.csv").write_text("filename, cat, dog\na.png, 1, 0\n")
-    line = failure(read_rows, DataConfig(source=str(folder)))
-    assert "train/_classes.csv" in line and "folders of classes" in line
+def test_one_hot_classes_of_roboflow_are_labels(folder):
+    (folder / "train/_classes.csv").write_text(
+        "filename, cat, dog\na.png, 1, 0\nb.png, 0, 1\nsub/c.png, 0, 0\n"
+    )
+    (folder / "test/_classes.csv").write_text("filename, cat, dog\nd.png, 0, 1\n")
+    rows = read_rows(DataConfig(source=str(folder)))
+    assert dict(zip(rows.ids.to_pylist(), rows.labels.to_pylist(), strict=True)) == {
+        "train/a.png": "cat",
+        "train/b.png": "dog",
+        "train/sub/c.png": None,
+        "test/d.png": "dog",
+    }
+    assert rows.split.to_pylist().count("test") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("filename, cat, dog\na.png, 1, 1\n", "line 2: the image has the classes"),
+        ("name, cat\na.png, 1\n", "needs a column filename"),
+    ],
+)
+def test_a_one_hot_table_with_a_mistake_is_refused(folder, text, part):
+    (folder / "train/_classes.csv").write_text(text)
+    assert part in failure(read_rows, DataConfig(source=str(folder)))
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,6 @@
 docs/contributing/data-situations.md lists each with its source.
 """
 
-import io
-import tarfile
-
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -202,17 +199,3 @@ def test_columns_of_other_values_are_refused_with_the_way_to_store_them(
     pq.write_table(table, tmp_path / "t.parquet")
     line = refusal(f"{kind}:{tmp_path}/t.parquet")
     assert all(part in line for part in parts)
-
-
-def test_dots_in_folders_of_a_shard_do_not_end_the_key(tmp_path):
-    with tarfile.open(tmp_path / "t.tar", "w") as tar:
-        for row in range(3):
-            for suffix, data in (
-                ("JPG", encoded(pixels(row), "JPEG")),
-                ("cls", b"cat"),
-            ):
-                info = tarfile.TarInfo(f"./train.v1/{row}.{suffix}")
-                info.size = len(data)
-                tar.addfile(info, io.BytesIO(data))
-    rows = read(tmp_path / "t.tar")
-    assert rows.labels.to_pylist() == ["cat"] * 3 and decode(rows.images[2], 8).any()

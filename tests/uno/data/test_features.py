@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.uno.small_run import small_config
+from tests.uno.small_run import frozen_encoder, small_config
 from uno.augment import augment, augment_crops, eval_view
 from uno.config import override
 from uno.crops import Cropper
@@ -32,7 +32,6 @@ from uno.data.images import Files
 from uno.data.sampling import FEATURES, VIEW_SEED, augment_generator
 from uno.data.sources import read_digits, read_rows
 from uno.data.splits import make_task
-from uno.encoders.build import build_encoder
 from uno.errors import ConfigError, StorageError
 
 from .builders import encoded, pixels
@@ -57,24 +56,13 @@ def config_of(**overrides):
     return small_config(**({"data__limit": 20} | HEADS | overrides))
 
 
-def encoder_of(config, seed=0):
-    """With running statistics that are not those of a new network."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        encoder = build_encoder(config.model)
-        for name, buffer in encoder.named_buffers():
-            if name.endswith("running_var"):
-                buffer.uniform_(0.5, 1.5)
-    return encoder.eval()
-
-
 def job_of(config=None, images=None):
     """20 training rows and 20 of the test: 2 chunks of 16 and one of 8."""
     config = config or config_of()
     task = make_task(read_digits(), config.data)
     if images is not None:
         task = replace(task, rows=replace(task.rows, images=images))
-    return feature_job(config, task, encoder_of(config))
+    return feature_job(config, task, frozen_encoder(config))
 
 
 def rows_of(job, rows):
@@ -95,7 +83,7 @@ def computed(job, encoder=None, threads=1, seen=None):
     def compute(rows):
         if seen is not None:
             seen.append(rows.tolist())
-        return compute_local(job, encoder or encoder_of(job.config), rows, threads)
+        return compute_local(job, encoder or frozen_encoder(job.config), rows, threads)
 
     return compute
 
@@ -131,7 +119,7 @@ def test_features_equal_a_loop_over_rows_and_views(tmp_path, crop, side):
     config = override(config, more)
     images = [pixels(i, 12, 11) for i in range(40)]
     job = job_of(config, images)
-    encoder, data = encoder_of(config), config.data
+    encoder, data = frozen_encoder(config), config.data
     found, reasons = kept(tmp_path, job)
     assert (
         found.shape == (40, 4, 16) and found.dtype == torch.float32 and not any(reasons)
@@ -280,7 +268,7 @@ def test_the_cache_holds_what_features_depend_on_and_nothing_else(values, same):
 
 
 def test_the_cache_changes_with_weights_and_versions(monkeypatch):
-    job, encoder = job_of(), encoder_of(config_of())
+    job, encoder = job_of(), frozen_encoder(config_of())
     assert feature_job(job.config, job.task, encoder).folder == job.folder
     encoder.layer2[0].conv1.weight.data.view(torch.int32)[0, 0, 0, 0] ^= 1
     folders = {job.folder, feature_job(job.config, job.task, encoder).folder}
@@ -414,7 +402,7 @@ def test_files_have_the_format_of_vectors(tmp_path):
 
 def test_an_encoder_that_gives_nan_is_refused(tmp_path):
     job = job_of()
-    encoder = encoder_of(job.config)
+    encoder = frozen_encoder(job.config)
     nn.init.constant_(encoder.conv1.weight, float("nan"))
     with pytest.raises(
         ConfigError, match=r"^model\.encoder resnet_small returns non-finite numbers$"
@@ -463,7 +451,7 @@ def test_the_cache_changes_with_the_code_of_a_callable(tmp_path, monkeypatch):
         for name in ("mine_factory", "mine_layers"):
             sys.modules.pop(name, None)
         task = make_task(read_digits(), config.data)
-        folders.append(feature_job(config, task, encoder_of(config)).folder)
+        folders.append(feature_job(config, task, frozen_encoder(config)).folder)
     assert folders[0] == folders[1] != folders[2]
 
 
@@ -475,7 +463,7 @@ def folder_job(folder):
         data__source=f"folder:{folder}", data__known_classes="a,b", data__limit=None
     )
     rows = read_rows(config.data)
-    return feature_job(config, make_task(rows, config.data), encoder_of(config))
+    return feature_job(config, make_task(rows, config.data), frozen_encoder(config))
 
 
 def write_bitmaps(folder, numbers, first_seed=0):

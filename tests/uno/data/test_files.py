@@ -42,7 +42,6 @@ def test_round_trip(kind, tmp_path):
         and storage.read("logs/metrics.jsonl") == b"1\n2\n"
     )
     assert storage.list() == ["checkpoints", "config.yaml", "logs"]
-    assert storage.size("logs/metrics.jsonl") == 4 and storage.size("absent") == 0
     with storage.open("logs/metrics.jsonl") as file:
         assert file.read_at(1, 2) == b"2"
     assert storage.exists("checkpoints/step_1") and storage.exists()
@@ -146,7 +145,7 @@ def test_errors_of_the_file_system_are_storage_errors():
         "create_dir",
     ):
         getattr(storage._fs, name).side_effect = OSError("AWS Error ACCESS_DENIED")
-    for action in ("exists", "size", "list", "read", "write", "append", "delete"):
+    for action in ("exists", "list", "read", "write", "append", "delete"):
         with pytest.raises(StorageError, match=r"run.*ACCESS_DENIED"):
             getattr(storage, action)(
                 "x", *([b""] if action in ("write", "append") else [])

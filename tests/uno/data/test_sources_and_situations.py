@@ -1,9 +1,8 @@
 """Every source in every situation: read exactly as it should be, or refused in one
 line.
 
-A cell of the table is a source in a situation. Its outcome is ``Right`` (which rows are
-read), ``Refused`` (what the error line names) or ``NotApplicable`` (and why). A cell
-may have several outcomes that are as good.
+``EXPECTED`` is a table of situations and sources. An outcome is ``Right`` (which rows
+are read) or ``Refused`` (what the error line names).
 """
 
 import csv
@@ -25,11 +24,9 @@ import pytest
 from uno.config import DataConfig
 from uno.data.decode import decode_many
 from uno.data.embeddings import given_vectors
-from uno.data.rows import Rows
 from uno.data.sources import read_rows
-from uno.errors import ConfigError
 
-from .builders import encoded, pixels
+from .builders import encoded, failure, pixels
 
 Label = str | float | None
 
@@ -43,15 +40,13 @@ class Row(NamedTuple):
 
 
 class Right(NamedTuple):
-    """The labels of all rows in any order; how many are unreadable, test rows, warned
-    of.
+    """The labels of all rows in any order, and how many rows are unreadable.
 
     ``named``: what the notes, warnings or names of unreadable rows must contain.
     """
 
-    labels: Sequence[str | None]
+    labels: Sequence[Label]
     unreadable: int = 0
-    test: int = 0
     named: str = ""
 
 
@@ -61,13 +56,6 @@ class Refused(NamedTuple):
     words: Sequence[str]
 
 
-class NotApplicable(NamedTuple):
-    """Why a source has no such situation."""
-
-    reason: str
-
-
-Outcome = Right | Refused | NotApplicable
 ROWS = [
     Row("a.png", "cat"),
     Row("b.png", "cat"),
@@ -294,97 +282,54 @@ def missing_values_of_pandas(source: str, root: Path) -> dict[str, str]:
     return config
 
 
-SITUATIONS = {
-    function.__name__: function
-    for function in (
-        missing_label,
-        one_broken_file,
-        lost_label,
-        numbers_as_labels,
-        other_numbers,
-        odd_names,
-        link_out,
-        missing_values_of_pandas,
-    )
+FOLDERS = ("folder", "two folders")
+TABLES = ("csv", "jsonl", "parquet")
+OTHERS = ("tar", "vectors", "python")
+EXPECTED: dict[Callable[..., dict[str, str]], dict[str, Right | Refused]] = {
+    missing_label: dict.fromkeys(WRITERS, Right(LABELS)),
+    one_broken_file: dict.fromkeys(WRITERS, Right(LABELS, 1, r"\be\b")),
+    lost_label: {
+        **dict.fromkeys(FOLDERS, Refused(["emu", "fill or remove"])),
+        **dict.fromkeys(
+            TABLES, Right([*LABELS, "cat"], 1, named="gone.png|t.parquet#5")
+        ),
+        "tar": Right(LABELS, named="gone.cls"),
+        "vectors": Refused(["t.csv has 6 rows", "t.npy has 5"]),
+        "python": Refused(["6 labels for 5 embeddings"]),
+    },
+    numbers_as_labels: dict.fromkeys(WRITERS, Right(["0", "0", "1", "1", None])),
+    other_numbers: dict.fromkeys(
+        (*TABLES, *OTHERS),
+        Refused([r"row \d|t.tar#\w", r"0\.5", r'df\["label"\]\.astype']),
+    ),
+    odd_names: dict.fromkeys(WRITERS, Right([row.label for row in ODD])),
+    link_out: dict.fromkeys((*FOLDERS, *TABLES), Refused([r"a\.png", "--data."])),
+    missing_values_of_pandas: dict.fromkeys(
+        (*TABLES, "vectors", "python"), Right(LABELS)
+    ),
 }
-NO_FILES = NotApplicable("there are no image files, so that no link can stand for one")
-NO_TABLE = NotApplicable("pandas writes no such source")
-NAMES = NotApplicable("the labels are names of folders, which are text")
 
 
-def outcomes(situation: str, source: str) -> tuple[Outcome, ...]:
-    """What is right in a cell of the table; any of them where there are several."""
-    plain = Right(LABELS)
-    match situation, source:
-        case "one_broken_file", "csv" | "jsonl":
-            return (Right(LABELS, unreadable=1, named="e.png"),)
-        case "one_broken_file", _:
-            return (Right(LABELS, unreadable=1, named=r"\be\b"),)
-        case "lost_label", "folder" | "two folders":
-            return (Refused(["emu", "fill or remove"]),)
-        case "lost_label", "csv" | "jsonl" | "parquet":
-            return (
-                Right([*LABELS, "cat"], unreadable=1, named="gone.png|t.parquet#5"),
-            )
-        case "lost_label", "tar":
-            return (Right(LABELS, named="gone.cls"),)
-        case "lost_label", "vectors":
-            return (Refused(["t.csv has 6 rows", "t.npy has 5"]),)
-        case "lost_label", "python":
-            return (Refused(["6 labels for 5 embeddings"]),)
-        case "numbers_as_labels", _:
-            return (Right(["0", "0", "1", "1", None]),)
-        case "other_numbers", "folder" | "two folders":
-            return (NAMES,)
-        case "other_numbers", _:
-            return (Refused([r"row \d|t.tar#\w", r"0\.5", r'df\["label"\]\.astype']),)
-        case "odd_names", _:
-            return (Right([row.label for row in ODD]),)  # type: ignore[misc]
-        case "link_out", "vectors" | "tar" | "python":
-            return (NO_FILES,)
-        case "link_out", _:
-            return (Refused([r"a\.png", "--data."]),)
-        case "missing_values_of_pandas", "folder" | "two folders" | "tar":
-            return (NO_TABLE,)
-    return (plain,)
+@pytest.mark.parametrize(
+    ("situation", "source"),
+    [(situation, source) for situation in EXPECTED for source in EXPECTED[situation]],
+)
+def test_a_source_is_read_right_or_refused_in_one_line(tmp_path, situation, source):
+    expected = EXPECTED[situation][source]
 
+    def read():
+        return read_rows(DataConfig(**situation(source, tmp_path / "data")))
 
-def is_right(rows: Rows, expected: Right) -> bool:
-    """Whether the rows, their splits and unreadable images are exactly those
-    expected.
-    """
+    if isinstance(expected, Refused):
+        line = failure(read)
+        assert all(re.search(word, line) for word in expected.words), line
+        return
+    rows = read()
+    assert Counter(rows.labels.to_pylist()) == Counter(expected.labels)
     vectors = rows.images.vectors(np.arange(len(rows)))
     reasons = decode_many(rows.images, 8)[1] if vectors is None else vectors[1]
+    assert len(reasons) - reasons.count(None) == expected.unreadable
     bad = rows.image_sample.reasons
     names = map(rows.name_of, bad)
     said = " ".join([*rows.warnings, *names, *bad.values()])
-    return (
-        Counter(rows.labels.to_pylist()) == Counter(expected.labels)
-        and sum(reason is not None for reason in reasons) == expected.unreadable
-        and int((~rows.is_train).sum()) == expected.test
-        and re.search(expected.named, said) is not None
-        and (bool(expected.named) or not said)
-    )
-
-
-@pytest.mark.parametrize("source", WRITERS)
-@pytest.mark.parametrize("situation", SITUATIONS)
-def test_a_source_is_read_right_or_refused_in_one_line(tmp_path, situation, source):
-    expected = outcomes(situation, source)
-    if isinstance(expected[0], NotApplicable):
-        pytest.skip(expected[0].reason)
-    try:
-        rows = read_rows(DataConfig(**SITUATIONS[situation](source, tmp_path / "data")))
-    except ConfigError as error:
-        line = str(error)
-        assert "\n" not in line
-        refused = [one for one in expected if isinstance(one, Refused)]
-        assert any(
-            all(re.search(word, line) for word in one.words) for one in refused
-        ), line
-    else:
-        right = [one for one in expected if isinstance(one, Right)]
-        assert any(is_right(rows, one) for one in right), (
-            rows.labels.to_pylist(),
-            rows.warnings,
-        )
+    assert re.search(expected.named, said) and bool(said) == bool(expected.named)

@@ -6,8 +6,8 @@ import safetensors.torch
 import torch
 
 from tests.uno.models import tiny_model
-from tests.uno.small_run import small_config
-from tests.uno.test_runtime import encoder_of, install_fake
+from tests.uno.small_run import frozen_encoder, small_config
+from tests.uno.test_runtime import install_fake
 from uno.config import Config, override
 from uno.data import features
 from uno.data.files import Storage
@@ -30,7 +30,7 @@ def batches(monkeypatch):
 
 def config_of(folder, name="torch"):
     safetensors.torch.save_file(
-        encoder_of().state_dict(), folder / "weights.safetensors"
+        frozen_encoder(small_config()).state_dict(), folder / "weights.safetensors"
     )
     heads = {
         "model__finetune": "none",
