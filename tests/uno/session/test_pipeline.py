@@ -28,11 +28,12 @@ def test_the_last_lines_are_the_classes_and_what_to_do_next(tmp_path, capsys, tr
     )
     table = pa.table(
         {
-            "class_name": ["novel-1", "novel-2", "novel-2", None],
-            "kind": ["known", "novel", "novel", None],
+            "class_name": ["novel-1", "novel-2", "novel-2", None, "labeled"],
+            "kind": ["known", "novel", "novel", None, "known"],
+            "label": [None, None, None, None, "labeled"],
         }
     )
-    made_from = dict.fromkeys(predictions.DIFFERENCES, "") | {"rows": 4}
+    made_from = dict.fromkeys(predictions.DIFFERENCES, "") | {"rows": 5}
     mark = {"made_from": made_from, "part_rows": 512, "state": "complete"}
     storage = Storage(str(tmp_path))
     storage.write(predictions.MARK, json.dumps(mark).encode())
@@ -48,7 +49,7 @@ def test_the_last_lines_are_the_classes_and_what_to_do_next(tmp_path, capsys, tr
         "known classes: novel-1 (1)",
         "no class: unreadable (1)",
     )
-    assert lines[:3] == [f"images of {what}" for what in of]
+    assert lines[:3] == [f"unlabeled images of {what}" for what in of]
     assert report == f"next: open {tmp_path}/{REPORT_FILE}"
     assert classes == f"      uno classes {tmp_path} --rename novel-2=NAME"
     assert predict == f"      uno predict {tmp_path} --data SOURCE --output DIR"
