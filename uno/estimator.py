@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import ArrayLike, NDArray
+from scipy.sparse import issparse
 from scipy.special import softmax
 from sklearn.base import (
     BaseEstimator,
@@ -24,8 +25,9 @@ from sklearn.base import (
     ClassNamePrefixFeaturesOutMixin,
     TransformerMixin,
 )
+from sklearn.decomposition import TruncatedSVD
 from sklearn.metrics import accuracy_score
-from sklearn.utils import check_random_state, column_or_1d
+from sklearn.utils import Tags, check_random_state, column_or_1d
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import (
     check_consistent_length,
@@ -53,6 +55,7 @@ from uno.data.images import evenly_spaced
 from uno.expectation import expected_accuracy
 
 UNLABELED = -1  # in y, besides NaN and None
+MAX_SPARSE_DIRECTIONS = 256  # directions that TruncatedSVD keeps of a sparse matrix
 TEMPERATURE = 0.1  # of the softmax of cosines: tau of the paper, Sec. 4.1
 AUTO = "auto"  # number of novel classes that is estimated
 SETTINGS = ("ncd", "gcd")
@@ -97,11 +100,13 @@ class NovelClassDiscovery(
         similar_classes_: Pairs of novel classes that look like parts of one class, the
             most similar first: as many as ``n_novel`` is larger than the number of
             novel classes that :mod:`uno.clustering.num_classes` estimates.
-        mean_: Mean (D,) of the rows after scaling to length one.
-        directions_: Matrix (D, P) to coordinates in which known classes vary alike in
+        mean_: Mean (D',) of the rows after scaling to length one.
+        directions_: Matrix (D', P) to coordinates in which known classes vary alike in
             all directions.
         prototypes_: Directions (C, P) of the classes' means in these coordinates. Rows
             of classes without any row are zero.
+        svd_: The ``TruncatedSVD`` to D' dimensions if ``fit`` got a sparse matrix,
+            otherwise None, and D' = D.
         n_features_in_: Number of features D.
         feature_names_in_: Names (D,) of the features, if ``X`` had names.
 
@@ -123,11 +128,18 @@ class NovelClassDiscovery(
         self.setting = setting
         self.random_state = random_state
 
+    def __sklearn_tags__(self) -> Tags:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.sparse = True
+        return tags
+
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:  # noqa: N803
         """Find the novel classes, and store the result in the estimator's attributes.
 
         Args:
-            X: Features (N, D): an array, a data frame or a column of N vectors.
+            X: Features (N, D): an array, a data frame, a column of N vectors, or a
+                sparse matrix, which is reduced to at most ``MAX_SPARSE_DIRECTIONS``
+                dimensions first.
             y: Labels (N,) of any type that can be sorted. Unlabeled rows have -1
                 (numbers, or ``"-1"`` in an array of strings), NaN, None or an empty
                 string. Without any unlabeled row the result has the known classes
@@ -143,14 +155,18 @@ class NovelClassDiscovery(
         self._check_parameters()
         labels, is_labeled = split_labels(y)
         X = validate_data(  # noqa: N806
-            self, stack_vectors(X), dtype=FLOATS, ensure_min_samples=2
+            self,
+            stack_vectors(X),
+            accept_sparse="csr",
+            dtype=FLOATS,
+            ensure_min_samples=2,
         )
         check_consistent_length(X, labels)
         if not is_labeled.any():
             raise ValueError("y has no label: label some rows of the known classes")
         known, known_index = np.unique(labels[is_labeled], return_inverse=True)
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
-        rows = to_rows(X)
+        rows = self._fit_rows(X, seed)
         labeled, unlabeled = rows[is_labeled], rows[~is_labeled]
         class_of_row = torch.from_numpy(known_index.astype(np.int64))
         if len(unlabeled):
@@ -298,11 +314,46 @@ class NovelClassDiscovery(
         if self.setting not in SETTINGS:
             raise ValueError(f'setting must be "ncd" or "gcd", not {self.setting!r}')
 
+    def _fit_rows(self, X: Any, seed: int) -> Tensor:  # noqa: N803
+        """Convert the features of ``fit`` to dense rows; reduce a sparse matrix.
+
+        If the features are a sparse matrix, a ``TruncatedSVD`` is fitted to them and
+        kept as ``svd_``.
+
+        Args:
+            X: Features (N, D), an array or a sparse matrix, checked by scikit-learn.
+            seed: Seed of the SVD.
+
+        Returns:
+            float32 (N, D'). D' is the number of dimensions of the SVD, or D for an
+            array.
+        """
+        self.svd_ = None
+        if issparse(X):
+            num_directions = min(MAX_SPARSE_DIRECTIONS, X.shape[1] - 1, X.shape[0] - 1)
+            self.svd_ = TruncatedSVD(max(num_directions, 1), random_state=seed).fit(X)
+        return self._to_rows(X)
+
+    def _to_rows(self, X: Any) -> Tensor:  # noqa: N803
+        """Convert features to a float32 tensor, reduced by ``svd_`` if that is set.
+
+        Args:
+            X: Features (N, D), an array or a sparse matrix, checked by scikit-learn.
+
+        Returns:
+            (N, D'), where D' is the number of dimensions of ``svd_``, or D without it.
+        """
+        dense = self.svd_.transform(X) if self.svd_ is not None else X
+        if issparse(dense):
+            dense = dense.toarray()
+        # A read-only array, as joblib maps it, is copied: PyTorch warns about it.
+        return torch.from_numpy(np.require(dense, np.float32, requirements=["C", "W"]))
+
     def _check_rows(self, X: Any) -> Tensor:  # noqa: N803
         """Check features (N, D) that are passed after ``fit``, and convert them.
 
         Returns:
-            float32 (N, D).
+            The tensor of :meth:`_to_rows`, float32.
 
         Raises:
             ValueError: The features differ in number or name from those of ``fit``, or
@@ -310,9 +361,9 @@ class NovelClassDiscovery(
         """
         check_is_fitted(self)
         X = validate_data(  # noqa: N806
-            self, stack_vectors(X), dtype=FLOATS, reset=False
+            self, stack_vectors(X), accept_sparse="csr", dtype=FLOATS, reset=False
         )
-        return to_rows(X)
+        return self._to_rows(X)
 
     def _discover(
         self, labeled: Tensor, class_of_row: Tensor, unlabeled: Tensor, seed: int
@@ -322,10 +373,11 @@ class NovelClassDiscovery(
         At most ``MAX_CLUSTERED_ROWS`` labeled and as many unlabeled rows are used.
 
         Args:
-            labeled: Labeled rows (N_l, D).
+            labeled: Labeled rows (N_l, D'). D' is the number of features, of a sparse
+                matrix after the SVD.
             class_of_row: The known classes of the labeled rows, int64 (N_l,), 0 to C_l
                 - 1.
-            unlabeled: Unlabeled rows (N_u, D).
+            unlabeled: Unlabeled rows (N_u, D').
             seed: Seed of k-means.
 
         Returns:
@@ -388,7 +440,7 @@ class NovelClassDiscovery(
         """Compute the cosines of rows with the prototypes of all C classes.
 
         Args:
-            rows: Features (N, D).
+            rows: Features as :meth:`_to_rows` returns them, (N, D').
 
         Returns:
             Cosines (N, C). They are -inf for a class that got no row in ``fit``, unless
@@ -415,14 +467,6 @@ def stack_vectors(X: Any) -> Any:  # noqa: N803
         column = X.to_numpy()
         return np.stack(column) if column.dtype == object else column
     return X
-
-
-def to_rows(X: ArrayLike) -> Tensor:  # noqa: N803
-    """Return features (N, D) as a float32 tensor.
-
-    A read-only array, as joblib maps it, is copied, because PyTorch warns about it.
-    """
-    return torch.from_numpy(np.require(X, np.float32, requirements=["C", "W"]))
 
 
 def split_labels(y: ArrayLike) -> tuple[NDArray[Any], NDArray[np.bool_]]:

@@ -1,8 +1,12 @@
 """The scikit-learn estimator, on data whose classes are known."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pandas as pd
 import pytest
+from scipy.sparse import csr_matrix
 from sklearn.datasets import load_digits, make_blobs
 from sklearn.decomposition import PCA
 from sklearn.metrics import adjusted_rand_score
@@ -122,9 +126,10 @@ def test_names_of_novel_classes_avoid_names_of_known_ones(blobs):
         pd.DataFrame,
         lambda features: pd.Series([*features]),
         lambda features: pd.DataFrame({"embedding": [*features]}),
+        csr_matrix,
         lambda features: features.tolist(),
     ],
-    ids=["float16", "float64", "pandas", "column", "frame", "list"],
+    ids=["float16", "float64", "pandas", "column", "frame", "sparse", "list"],
 )
 def test_every_kind_of_matrix_gives_the_classes(blobs, convert):
     features, classes = blobs
@@ -204,3 +209,15 @@ def test_bad_input_gets_a_clear_error(blobs, parameters, labels, message):
     labels = hide_from(classes, 3) if labels is None else labels
     with pytest.raises(ValueError, match=message):
         NovelClassDiscovery(**parameters).fit(features, labels)
+
+
+def test_the_estimator_imports_neither_ray_nor_a_compiler():
+    code = (
+        "import sys; from uno import NovelClassDiscovery;"
+        "print([name for name in ('ray', 'torch._dynamo', 'torch._inductor')"
+        " if name in sys.modules])"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert run.stdout.strip() == "[]"
