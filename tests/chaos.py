@@ -85,6 +85,8 @@ def disturb(kind: str, moment: float, nodes: Raylets, folder: Path) -> Command:
     folder.mkdir()
     command = start_run(nodes, folder)
     time.sleep(moment)
+    if command.code is not None:
+        print(f"the run has ended before {moment:.1f} s: draw another --seed")
     KILLS[kind](nodes, command)
     if command.end(LIMIT_S) != 0 and kind == "driver":
         command = start_run(nodes, folder)
