@@ -82,10 +82,6 @@ def finished(tmp_path_factory) -> Path:
             ],
             "activations",
         ),
-        (
-            ["--objective.queue-size", "1000000", "--model.projection-dim", "4096"],
-            "queue ",
-        ),
     ],
 )
 def test_bad_options_are_one_line(
