@@ -360,7 +360,8 @@ def _check_order(task: Task, config: Config) -> Iterator[Problem]:
     about the same time. If they are sorted by class, a batch has images of few classes.
     The mean share of the most frequent class in batches of this order is compared with
     that in batches of shuffled rows. Images that are not streamed, or are read one by
-    one, are not checked.
+    one, are not checked. The warning comes if the first share is more than
+    :data:`SORTED` times the second.
 
     Args:
         task: The rows and their classes.
@@ -395,7 +396,8 @@ def measure_largest_share(classes: np.ndarray, size: int) -> float:
         size: Number of rows of a batch. The last batch can be smaller.
 
     Returns:
-        A number from 0 to 1, which is 0 if no row has a class.
+        A number from 0 to 1: the mean over the batches in which a row has a class, each
+        with the same weight. It is 0 if no row has a class.
     """
     batches = np.split(classes, range(size, len(classes), size))
     counts = [np.bincount(batch[batch >= 0], minlength=1) for batch in batches]
@@ -442,8 +444,8 @@ def _check_brightness(
 
     Args:
         facts: The facts of a sample of images.
-        value_range: The stored values that become black and white, see
-            :class:`uno.data.decode.Decoding`.
+        value_range: The stored values (low, high) that become black and white in gray
+            images of more than 8 bits; None for 0 and 65535.
     """
     low, high = value_range or (0, WHITE_16)
     scaled = [

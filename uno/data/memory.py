@@ -44,7 +44,7 @@ class RowBlocks:
         blocks: Tensors (n, ...) that hold the rows one after the other: pixels of
             images uint8 (n, 3, S, S), or features. There is at least one.
         place: For each of the N rows its number, counted over all blocks, int64 (N,).
-            By default each row of the blocks once, in order.
+            None for each row of the blocks once, in order.
     """
 
     def __init__(self, blocks: Sequence[Tensor], place: Tensor | None = None) -> None:
@@ -132,7 +132,14 @@ class DecodedImages(ImageSubset):
     def of(
         cls, images: Images, values: RowBlocks, reasons: Sequence[str | None]
     ) -> DecodedImages:
-        """Add decoded pixels or features to all rows of ``images``."""
+        """Add decoded pixels or features to all N rows of ``images``.
+
+        Args:
+            images: The images.
+            values: Pixels uint8 (N, 3, S, S), or features (N, D).
+            reasons: For each row the reason why it is unreadable, or None if it is
+                readable.
+        """
         return cls(images, np.arange(len(images)), values, reasons)
 
     def take(self, rows: np.ndarray) -> ImageSubset:
@@ -140,7 +147,12 @@ class DecodedImages(ImageSubset):
         return ImageSubset(self, rows)
 
     def split_rows(self, rows: np.ndarray, size: int) -> Iterator[Images]:
-        """Yield some rows in parts of ``size`` rows, with their pixels or features."""
+        """Yield some rows in parts, with their pixels or features.
+
+        Args:
+            rows: Row numbers, int64 (n,).
+            size: Number of rows of each part; the last one may have fewer.
+        """
         return Images.split_rows(self, rows, size)
 
     def prepared(self, rows: np.ndarray) -> tuple[Tensor, list[str | None]]:
@@ -227,19 +239,20 @@ class TrainSet:
         """Divide a sample of rows into batches, and return how they are read.
 
         Args:
-            chosen: Positions of labeled and of unlabeled rows, as :meth:`choose_rows`
-                returns them.
+            chosen: Two arrays int64 that :meth:`choose_rows` returns: positions among
+                the labeled rows, and positions among the unlabeled rows.
             batch_size: The largest number of rows of a batch.
 
         Returns:
-            For each batch the positions of its rows in the sample, in which the labeled
-            rows come first; and the function that reads batches.
+            For each batch the positions of its rows in the sample, int64 (b,), in which
+            the labeled rows come first; and the function that reads batches, see
+            :data:`Read`.
         """
         images = self.labeled_images, self.unlabeled_images
         return plan_reading([*zip(images, chosen, strict=True)], batch_size)
 
     def sync(self) -> None:
-        """Do nothing. Streamed sets exchange here which images are unreadable.
+        """Do nothing. In streamed sets the workers exchange unreadable rows here.
 
         Unreadable images of a set in memory were left out before training.
         """
@@ -319,7 +332,8 @@ class EvalSet(EvalRows):
         """Divide a sample of rows into batches, and return how they are read.
 
         Args:
-            chosen: Positions of rows, as :meth:`choose_rows` returns them.
+            chosen: A list of one array int64, the positions of the chosen rows, which
+                :meth:`choose_rows` returns.
             batch_size: The largest number of rows of a batch.
 
         Returns:
@@ -384,8 +398,9 @@ def keep_pixels(
 
     Args:
         task: All N rows of the run.
-        images: Pixels uint8 (N, 3, S, S); or features (N, 1 + V, D), of which the first
-            view is kept, the one for evaluation.
+        images: Pixels uint8 (N, 3, S, S); or features (N, 1 + V, D) of an evaluation
+            view and V random views, of which only the first is kept. Objects that read
+            rows of blocks have pixels, or features (N, D).
         reasons: For each row the reason why it is unreadable, or None.
 
     Returns:
@@ -405,9 +420,14 @@ def assemble(task: Task, images: Tensor, ok: np.ndarray) -> TrainSet:
     """Make the training set in memory from the pixels or features of all rows.
 
     Args:
-        task: All N rows of the run.
-        images: Pixels uint8 (N, 3, S, S), or features float32 (N, 1 + V, D).
+        task: All N rows of the run, training and test rows.
+        images: Pixels uint8 (N, 3, S, S) of squares of side S; or features float32 (N,
+            1 + V, D) of a frozen encoder, D for each view: the evaluation view first,
+            then V random views.
         ok: Whether each row is readable, bool (N,). Other rows are left out.
+
+    Returns:
+        The training rows of the task that are readable. Test rows are not in it.
     """
     return train_set(RowBlocks([images]), **train_rows(task, ok))
 
@@ -444,8 +464,8 @@ def eval_sets(task: Task, images: Tensor, ok: np.ndarray) -> dict[str, EvalSet]:
 
     Args:
         task: All N rows of the run.
-        images: Pixels uint8 (N, 3, S, S), or features float32 (N, 1 + V, D), of which
-            the first view is evaluated.
+        images: Pixels uint8 (N, 3, S, S), or features float32 (N, 1 + V, D) of an
+            evaluation view and V random views, of which the first is evaluated.
         ok: Whether each row is readable, bool (N,). Other rows are left out.
 
     Returns:
@@ -599,7 +619,13 @@ class MemoryBatches:
 
         The noise of a number is normal. Its standard deviation is
         ``augment.vector_noise`` times the one of this number over the training rows.
-        The arguments are those of :meth:`_augment_images`.
+
+        Args:
+            labeled: Numbers among the labeled rows, int64 (b_l,).
+            unlabeled: Numbers among the unlabeled rows, int64 (b_u,).
+            positions: Positions of these rows in the global batch, labeled ones first:
+                int64 (b_l + b_u,).
+            generator: Draws the noise of the global batch.
 
         Returns:
             ``augment.large.num_views`` tensors (b_l + b_u, D).
