@@ -399,8 +399,8 @@ def keep_pixels(
     Args:
         task: All N rows of the run.
         images: Pixels uint8 (N, 3, S, S); or features (N, 1 + V, D) of an evaluation
-            view and V random views, of which only the first is kept. Objects that read
-            rows of blocks have pixels, or features (N, D).
+            view and V random views, of which only the first is kept. A
+            :class:`RowBlocks` has pixels, or features (N, D), and is kept as it is.
         reasons: For each row the reason why it is unreadable, or None.
 
     Returns:

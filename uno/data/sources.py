@@ -419,9 +419,10 @@ def read_two_folders(labeled: str, unlabeled: str, follow_links: bool = False) -
     """Read the images of a folder of known classes and of a folder without labels.
 
     Args:
-        labeled: Folder with one subfolder of images for each known class. The prefixes
-            ``classes:`` and ``splits:`` force how its subfolders are read, as in
-            ``--data``.
+        labeled: Folder with one subfolder of images for each known class. With the
+            prefix ``classes:`` all its subfolders are classes, even one called train;
+            with ``splits:`` the subfolders of ``train/`` and of other splits are.
+            Without a prefix its content decides.
         unlabeled: Folder whose images have no label, wherever they are below it.
         follow_links: Whether links out of the folders are followed.
 
