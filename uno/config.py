@@ -299,8 +299,9 @@ class DataConfig(Section):
     def _column_pairs(self) -> list[tuple[str, str]]:
         """The pairs (this program's name, user's name) of a table's renamed columns.
 
-        They are in the order of the field ``columns``, such as
-        ``path=file,label=kind``, and not checked.
+        They are in the order of the field ``columns``: ``path=file,label=kind`` gives
+        ``[("path", "file"), ("label", "kind")]``. They are not checked: an entry
+        without ``=`` has '' as the user's name.
         """
         pairs = (
             pair.partition("=")
@@ -754,7 +755,11 @@ class TrainConfig(Section):
 
     @property
     def loggers(self) -> tuple[str, ...]:
-        """The names of the loggers in the field ``report_to``, each once."""
+        """The names of the loggers in the field ``report_to``, each once.
+
+        The field has names with commas between them: ``tensorboard,wandb`` gives
+        ``("tensorboard", "wandb")``. An empty field gives ``()``.
+        """
         return tuple(
             dict.fromkeys(
                 name.strip() for name in self.report_to.split(",") if name.strip()

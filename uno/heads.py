@@ -65,8 +65,8 @@ class NovelHead(nn.Module):
     Args:
         num_novel: The number of prototypes K.
         num_features: The number of features D.
-        auxiliary: A module that only the method's loss calls, if any. It is trained
-            with the head.
+        auxiliary: A module that only the method's loss calls. It is trained with the
+            head. None if the method has no such module.
         has_layer: Whether to build the linear layer.
 
     Attributes:

@@ -50,7 +50,7 @@ class UnoModel(nn.Module):
         num_novel: C_u, the number of outputs of each cluster head. With 0, as in
             pretraining, the model has the encoder and the known head only.
         method: Builds the adapter, which maps the features before all heads, and the
-            single novel head of a baseline. It is needed if ``num_novel`` is positive.
+            single novel head of a baseline. It may be None only if ``num_novel`` is 0.
     """
 
     def __init__(

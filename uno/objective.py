@@ -183,9 +183,10 @@ def global_targets(
         num_labeled: The first ``num_labeled`` rows have labels.
         objective: The settings of Sinkhorn and of the pseudo-labels.
         past: F tensors (V_large, H, Q, K_f), cosines of Q rows of earlier batches,
-            which Sinkhorn sees in addition. They get no targets.
+            which Sinkhorn sees in addition. They get no targets. None if there are no
+            such rows.
         known: (V, B, C_l), cosines with the known prototypes. They are used only if
-            ``prior`` covers all C outputs.
+            ``prior`` covers all C outputs, and may be None otherwise.
         prior: The expected shares of the unlabeled rows in the outputs; None for equal
             shares. (C_u,) is for the cluster heads. (C,) means that unlabeled rows may
             be of known classes, too (GCD). Their targets then cover the known outputs

@@ -137,9 +137,9 @@ def compare_known_shares(
         seed: The seed of k-means.
 
     Returns:
-        Two tensors (C_l,), as :func:`shrink_prior` takes them. The first has the share
-        of rows in the cluster that is matched one to one with each known class, the
-        second the share of rows in the class itself.
+        Two tensors (C_l,) with a share of rows, 0 to 1, for each known class. The first
+        has the share in the cluster that is matched one to one with the class, the
+        second the share in the class itself.
     """
     num_known = int(labels.max()) + 1
     rows = F.normalize(labeled.cpu().float(), dim=1)
@@ -313,8 +313,9 @@ def sample_features(
 ) -> list[Sample]:
     """Compute the features of a sample of the training rows, by several models.
 
-    The rows are evenly spaced, or whole groups of rows if images are streamed. Images
-    that cannot be read are left out. All workers call this, and each computes a part.
+    The rows are evenly spaced. Of streamed images that are stored together, such as in
+    a row group, whole groups are taken. Images that cannot be read are left out. All
+    workers call this, and each computes a part.
 
     Args:
         config: The configuration of the run.
@@ -323,7 +324,8 @@ def sample_features(
         kinds: ``("labeled", "unlabeled")``, or ``("labeled",)`` for no unlabeled rows.
 
     Returns:
-        One sample for each model, equal on all workers.
+        One sample for each model, equal on all workers: features of about ``MAX_ROWS``
+        labeled rows, their classes, and features of at most as many unlabeled rows.
 
     Raises:
         ConfigError: No image of a kind can be read.
@@ -363,11 +365,12 @@ def compute_features_together(
     Every worker calls this with the same arguments, and computes a part of the batches.
 
     Args:
-        config: The configuration of the run.
+        config: The configuration of the run, which says how images are normalized.
         models: The models, in eval mode.
-        batches: For each batch the numbers of its images, int64. Together they are 0 to
-            n - 1.
-        read: Reads the images of batches, see :data:`~uno.data.memory.Read`.
+        batches: For each batch the numbers of its images, int64 (b,). All batches
+            together have each number from 0 to n - 1 once.
+        read: Takes some of the batches. For each it yields the images uint8 (b, 3, S,
+            S) or features (b, D), and which of them could be read, bool (b,).
 
     Returns:
         Two values, equal on all workers. The first has for each model the features of

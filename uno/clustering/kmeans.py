@@ -71,7 +71,7 @@ def constrained_kmeans(
         num_clusters: K, from F to F plus the number of free rows.
         num_restarts: The number of runs. The run with the smallest inertia (the sum of
             squared distances to the centers) is returned.
-        seed: The seed of the starts, see :func:`draw_initial_centers`.
+        seed: The seed of the random numbers by which centers start.
 
     Returns:
         The cluster of each row, the centers, and the inertia. A cluster is empty only

@@ -47,11 +47,16 @@ It accepts the B and S for which it was built, and can be called from any thread
 def runtime_precision(config: Config, device: torch.device) -> Precision | None:
     """Return the precision in which OpenVINO computes the encoder on a device.
 
+    Args:
+        config: The configuration, which names the runtime and the precision.
+        device: The device of the encoder.
+
     Returns:
-        None for PyTorch, which computes on GPUs whatever the configuration says.
+        "fp32" or "bf16". None if PyTorch computes the encoder, as it does on GPUs
+        whatever the configuration says.
 
     Raises:
-        ConfigError: As for :func:`require_runtime`.
+        ConfigError: The configuration asks for OpenVINO, which is not installed.
     """
     require_runtime(config)
     if device.type != "cpu" or config.compute.encoder_runtime != OPENVINO:

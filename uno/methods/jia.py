@@ -101,8 +101,9 @@ class Jia(Method):
             train: Not used.
 
         Returns:
-            "windows", H = 512 random sets of k = 4 indices of features, int64 (H, k). A
-            window has no feature twice.
+            "windows", H = 512 random windows of k = 4 indices of features, int64 (H,
+            k). A window has no feature twice. D must be at least 4, which is not
+            checked.
         """
         width = model.known.weight.shape[1]
         generator = torch.Generator().manual_seed(config.seed)

@@ -75,7 +75,10 @@ class Rs(Method):
     constants_of_preset = SETTINGS
 
     def loss(self, state: TrainState, batch: Batch, config: Config) -> Tensor:
-        """Compute the loss of RS for a batch, see :func:`rank_loss`.
+        """Compute the loss of RS for a batch.
+
+        It is the cross-entropy of labeled rows, plus losses of pairs of unlabeled rows,
+        which are similar if the same features are their largest: :func:`rank_loss`.
 
         Args:
             state: The state of training, with the model.
