@@ -309,8 +309,8 @@ class Pim(Method):
         """Compute PIM's objective on two views of a batch.
 
         It is the negative mutual information of rows and classes plus the cross-entropy
-        of labeled rows, see :func:`pim_objective`. Training continues the fit with it by
-        SGD, if discovery has epochs.
+        of labeled rows, see :func:`pim_objective`. Training continues the fit with it
+        by SGD, if discovery has epochs.
 
         Args:
             state: The state of training, with the model and the weight lambda.
