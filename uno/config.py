@@ -1019,8 +1019,14 @@ Only methods with UNO's projection heads have these terms.
 def why_not_gcd(config: Config) -> str | None:
     """Return why a run cannot use generalized category discovery (GCD), None if it can.
 
-    In the GCD setting unlabeled images may belong to known classes, too. The reason is
-    an error message that names the setting or the method in the way.
+    In the GCD setting unlabeled images may belong to known classes, too.
+
+    Args:
+        config: The configuration of the run.
+
+    Returns:
+        An error message that names the setting or the method in the way; None if
+        nothing is in the way.
     """
     if not load(config.method).supports_gcd:
         return f"data.setting gcd does not go with method {config.method}"
@@ -1082,9 +1088,9 @@ def require_code(tree: Mapping[str, Any], foreign: str | None) -> None:
 
     Args:
         tree: The stored configuration. Its method may be ``package.module:METHOD``.
-        foreign: The directory of the configuration if its origin is not known, else
-            None. Code for the method or the pretext task must not lie there, see
-            :func:`uno.imports.check_origin`.
+        foreign: The directory of the configuration if its origin is not known. Code for
+            the method or the pretext task must not lie there, so that a downloaded
+            model does not run code of its own. None if the origin is known.
 
     Raises:
         ConfigError: The method cannot be imported, or code lies in ``foreign``.
@@ -1294,7 +1300,10 @@ def config_hash(config: Config) -> str:
 
 
 def training_settings(config: Config) -> dict[str, Any]:
-    """Return all settings that change what is learned, by dotted key."""
+    """Return all settings that change what is learned, by dotted key.
+
+    Settings for logging and for the place of execution are left out.
+    """
     return {
         key: value
         for key, value in flatten(to_dict(config)).items()

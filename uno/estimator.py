@@ -481,8 +481,9 @@ class NovelClassDiscovery(
 def stack_vectors(X: Any) -> Any:  # noqa: N803
     """Return a column of vectors of pandas or polars as a matrix (N, D).
 
-    A frame of one such column counts as this column. Everything else is returned as it
-    is.
+    Args:
+        X: A column of N vectors of length D, or a frame with this column alone. Any
+            other object is returned as it is.
     """
     if hasattr(X, "columns") and X.shape[1] == 1:
         name = X.columns[0]

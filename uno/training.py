@@ -55,6 +55,9 @@ class Worker(Protocol):
         """Return the module to call in training: ``model``, or its DDP wrapper.
 
         It is the wrapper if several processes train together.
+
+        Args:
+            model: The model, on the device of this process.
         """
 
     def report(self, metrics: dict[str, Any]) -> None:

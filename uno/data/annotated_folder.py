@@ -192,7 +192,8 @@ def _columns_of_one_hot(path: str, table: TextTable) -> dict[str, list[Any]]:
         table: The table, in the layout of Roboflow.
 
     Returns:
-        The values of 'path' and 'label'. An image with no 1 has no label.
+        The values of 'path' and 'label'. The label of an image is the name of the
+        column with a 1, and None if there is none. Cells with another value count as 0.
 
     Raises:
         ConfigError: The table has no column ``filename``, or an image has several

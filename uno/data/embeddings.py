@@ -451,7 +451,11 @@ def write_vectors(
 def is_vectors(path: str) -> bool:
     """Return whether a file is one that :func:`write_vectors` has written.
 
-    The result is False if there is no such file, or it cannot be read.
+    Args:
+        path: Path or URI of a Parquet file.
+
+    Returns:
+        False also if there is no such file, or it cannot be read.
     """
     folder, name = filesystem.split(path)
     try:

@@ -795,6 +795,9 @@ def cache_directory(config: Config) -> str:
     """Return the path or URI of the directory in which features are kept.
 
     It is ``compute.cache``, or else the environment variable UNO_CACHE, or else the
-    folder ``uno`` in the user's cache directory.
+    folder ``uno`` in XDG_CACHE_HOME or in ``~/.cache``.
+
+    Args:
+        config: The configuration of the run.
     """
     return normalize_path(config.compute.cache or user_cache())

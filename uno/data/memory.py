@@ -101,7 +101,14 @@ class RowBlocks:
         return (self[i : i + size] for i in range(0, len(self), size))
 
     def to(self, device: torch.device | str) -> Tensor | RowBlocks:
-        """Return all rows as a tensor on ``device``; for the CPU, nothing is copied."""
+        """Copy all rows to another device, some at a time.
+
+        Args:
+            device: The device.
+
+        Returns:
+            A tensor (N, ...) on ``device``. For the CPU it is this object itself.
+        """
         if torch.device(device).type == "cpu":
             return self
         values = torch.empty(self.shape, dtype=self._blocks[0].dtype, device=device)

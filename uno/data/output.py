@@ -208,6 +208,9 @@ def read_mapping(storage: Storage, name: str) -> dict[str, Any] | None:
 def parse_mapping(data: bytes | str) -> dict[str, Any] | None:
     """Parse a JSON object to a dict.
 
+    Args:
+        data: The JSON text, as bytes in UTF-8 or as str.
+
     Returns:
         The dict, or None if the data is no JSON, or JSON of another type.
     """

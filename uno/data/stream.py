@@ -579,6 +579,9 @@ def window_rows(images: Images) -> int:
     It is about :data:`WINDOW_BYTES` divided by the mean stored size of an image, at
     least 1 and at most :data:`MAX_WINDOW_ROWS`, see
     :func:`~uno.data.sampling.by_windows`.
+
+    Args:
+        images: All images of the source, at least one.
     """
     num, parts = len(images), range(0, len(images), SIZES_AT_ONCE)
     total = sum(

@@ -401,8 +401,8 @@ def require_encoder(name: str, foreign: str | None = None) -> None:
     Args:
         name: The name of the encoder.
         foreign: The directory of a model of unknown origin. Code that such a model
-            names must not lie in that directory, because it would then run without the
-            user's consent. None if the user has named the encoder.
+            names must not lie in that directory, so that a downloaded model does not
+            run code of its own. None if the origin is known.
 
     Raises:
         ConfigError: The package is missing, no encoder has that name, or its code lies

@@ -79,8 +79,8 @@ def _has_extensions(config: Config) -> bool:
     """Return whether any addition to UNO is switched on.
 
     These are the mutual-information terms of IIC (invariant information clustering),
-    relational knowledge distillation (rKD), and the queue of earlier projections for
-    Sinkhorn.
+    class-relation knowledge distillation (rKD), and the queue of earlier projections
+    for Sinkhorn.
     """
     return any(getattr(config.objective, name) for name in EXTENSIONS)
 
