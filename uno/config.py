@@ -59,7 +59,7 @@ class FieldTraits(NamedTuple):
         scope: What the field changes: ``pretrain`` pretraining and what follows;
             ``discover`` only discovery; ``run`` how a run is logged and kept; ``place``
             where it executes. Fields with the last two may change when a run resumes.
-        flag: The short form on the command line, without dashes.
+        flag: The short form on the command line, without dashes; None if there is none.
         commands: The commands that take the field besides training, with spaces
             between.
         fixed_by: The command that does not take the field, because it decides it.
@@ -440,8 +440,10 @@ class AugmentConfig(Section):
             The section itself, as pydantic requires.
 
         Raises:
-            ValueError: There are fewer than two large views, or fewer cached views than
-                large ones (0 cached views are allowed).
+            ValueError: There are fewer than two large views, which give the
+                pseudo-labels; or there are cached views (random views of which the
+                features of a frozen encoder are computed once), but fewer than large
+                views. 0 cached views are allowed.
         """
         if self.large.num_views < 2:
             raise ValueError(

@@ -33,7 +33,8 @@ def sinkhorn(
             dimensions, such as views and heads, are independent.
         epsilon: The weight of the entropy H(Y) in Eq. 4.
         num_iters: The number of iterations.
-        prior: Positive shares (K,) of the clusters; None for equal shares.
+        prior: Positive shares (K,) of the clusters, of which only the proportions
+            count; None for equal shares.
 
     Returns:
         (..., B, K), non-negative, without gradient. Rows sum to one.
@@ -73,7 +74,8 @@ def pseudo_labels(
             ``average_logits`` give all views the same target, averaged after or before
             Sinkhorn (see the paper's appendix).
         hard: Whether targets are one-hot vectors of the most likely cluster.
-        prior: Positive shares (K,) of the clusters; None for equal shares.
+        prior: Positive shares (K,) of the clusters, of which only the proportions
+            count; None for equal shares.
 
     Returns:
         (V, H, B, K), without gradient. Rows sum to one.

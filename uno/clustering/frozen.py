@@ -441,8 +441,8 @@ def find_correct_rows(truth: Tensor, clusters: Tensor, num_classes: int) -> Tens
     correct.
 
     Args:
-        truth: The true class of each row, int64 (N,).
-        clusters: The cluster of each row, int64 (N,).
+        truth: The true class of each row, int64 (N,), 0 to ``num_classes`` - 1.
+        clusters: The cluster of each row, int64 (N,), 0 to ``num_classes`` - 1.
         num_classes: Number of classes, which is also that of clusters.
 
     Returns:

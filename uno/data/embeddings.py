@@ -175,9 +175,9 @@ def clear_unusable_(values: Tensor, reasons: list[str | None]) -> None:
     that are not finite, or is a vector of zeros.
 
     Args:
-        values: float32 (N, V, D). It is changed.
-        reasons: For each row the reason why it has no usable vector, or None. Reasons
-            that are found are added to this list.
+        values: The vectors of V views of N rows, float32 (N, V, D). It is changed.
+        reasons: For each row the reason why it has no usable vector, or None. In this
+            list the reasons that are found replace None.
     """
     for start in range(0, len(values), PIECE_ROWS):
         part = values[start : start + PIECE_ROWS]

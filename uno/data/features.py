@@ -781,7 +781,8 @@ def _save(cache: FeatureCache, features: Tensor, unsaved: list[np.ndarray]) -> N
 
     Args:
         cache: The cache.
-        features: The features of all rows, float32 (N, 1 + V, D).
+        features: The features of all rows, float32 (N, 1 + V, D), D for the evaluation
+            view and for each of V random views.
         unsaved: Numbers of the rows that are not in the cache yet, int64 arrays. The
             list is emptied.
     """

@@ -85,7 +85,7 @@ def is_transient(error: object) -> bool:
 
 
 def is_uri(path: str) -> bool:
-    """Return whether a path is a URI, which has '://'."""
+    """Return whether a path is a URI: whether it contains '://'."""
     return "://" in path
 
 

@@ -155,9 +155,12 @@ def distinct_ids(ids: Any) -> list[str]:
     Args:
         ids: A list, array, tensor or column of N ids.
 
+    Returns:
+        N different texts.
+
     Raises:
-        ConfigError: ``ids`` is no list or column, an id is missing (None, NaN or ''),
-            or two are equal.
+        ConfigError: ``ids`` is no list or column, an id is missing (None, NaN or blank
+            text), or two are equal.
     """
     names = list[str]()
     for row, name in enumerate(values_of(ids, "ids")):

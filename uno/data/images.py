@@ -198,11 +198,12 @@ class Images(Protocol):
     def reader(self) -> Images | None:
         """Return a small object that reads the same images in another process.
 
-        It can be sent to any node, and reads rows by the numbers that :meth:`numbers`
-        returns.
+        It can be pickled and sent to any node that reaches the same storage. It reads
+        rows by the numbers that :meth:`numbers` returns.
 
         Returns:
-            Images of the whole source, or None if the images themselves must be sent.
+            Images of the whole source. None if there is no such object, so that the
+            images of the rows must be sent, see :func:`to_columns`.
         """
         return None
 

@@ -656,8 +656,8 @@ def spread_of_features(train: TrainSet) -> Tensor:
     The noise that is added to embeddings as an augmentation is a multiple of it.
 
     Args:
-        train: A training set of features (N, 1 + V, D), of which the first view is
-            used.
+        train: A training set of features (N, 1 + V, D). Of its views only the first,
+            for evaluation, is used.
 
     Returns:
         float32 (D,), on the device of the set.

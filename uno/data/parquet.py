@@ -308,7 +308,10 @@ class ParquetImages(Images):
         return any(filesystem.is_uri(shard.path) for shard in self.shards)
 
     def reader(self) -> ParquetImages:
-        """Return this object, because any node can read the files."""
+        """Return the object that another process reads these images with: this one.
+
+        Any node can read the files.
+        """
         return self
 
 

@@ -547,7 +547,12 @@ def imagenet_wnids(file: str) -> list[str]:
     """Return the class ids of ImageNet (wnids) in one of the package's lists.
 
     Args:
-        file: Name of the list, such as "held_out_118" or "novel_30_A".
+        file: Name of the list without an ending: "held_out_118", the classes that are
+            not known in the benchmark; or "novel_30_A", "novel_30_B" or "novel_30_C",
+            the novel classes of its splits.
+
+    Returns:
+        Names such as "n01440764", in the order of the list.
     """
     return (
         (resources.files("uno.data") / "imagenet_splits" / f"{file}.txt")

@@ -159,7 +159,8 @@ class StreamSet:
         unlabeled: Row numbers of the unlabeled training rows, int64 (N_u,).
         num_known: C_l, the number of known classes.
         num_novel: C_u, the number of novel classes.
-        crop: Crops the rows of a job in order, in this process or by Ray.
+        crop: Takes a :class:`CropJob` and yields the cropped views of its rows in
+            order, some rows at a time (:data:`Chunk`), from this process or from Ray.
         device: The device of the batches.
     """
 

@@ -128,7 +128,10 @@ class TarImages(Images):
         return any(map(is_uri, self.shards))
 
     def reader(self) -> TarImages:
-        """Return this object, because any node can read the shards."""
+        """Return the object that another process reads these images with: this one.
+
+        Any node can read the shards.
+        """
         return self
 
     @cached_property
