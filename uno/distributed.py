@@ -36,7 +36,11 @@ in_group = dist.is_initialized if dist.is_available() else bool  # bool() is Fal
 
 
 def rank_and_world() -> tuple[int, int]:
-    """Return this process's rank, and the number of ranks; (0, 1) without a group."""
+    """Return this process's rank, and the number of ranks.
+
+    The rank is the number of this process in the process group, from 0. Without a group
+    the result is (0, 1).
+    """
     return (dist.get_rank(), dist.get_world_size()) if in_group() else (0, 1)
 
 

@@ -56,8 +56,8 @@ def read_annotated_folder(root: str, options: ReadOptions = DEFAULT_OPTIONS) -> 
 
     Args:
         root: Local folder or URI.
-        options: How the source is read. Image paths are relative to the table that has
-            them, unless there is another folder.
+        options: How the source is read. Image paths are relative to the folder of the
+            table that has them, or to ``image_folder`` if that is not None.
 
     Returns:
         The rows of all tables. Their warnings say how many images below ``root`` no

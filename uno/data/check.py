@@ -264,6 +264,9 @@ def format_report(task: Task, problems: list[Problem], size: int | None = None) 
 def _count_rows(task: Task) -> np.ndarray:
     """Count the labeled, unlabeled and test rows of each class.
 
+    Args:
+        task: The rows and their classes.
+
     Returns:
         int64 (C + 1, 3): a row for each of the C known and novel classes, and a last
         one for rows without a true class; columns for labeled training rows, unlabeled
@@ -427,7 +430,11 @@ def _check_sizes(config: Config, facts: Sequence[ImageFacts]) -> Iterator[Proble
 
 
 def _check_pages(facts: Sequence[ImageFacts]) -> Iterator[Problem]:
-    """Yield a warning if some of a sample of images have several pages."""
+    """Yield a warning if some of a sample of images have several pages.
+
+    Args:
+        facts: The facts of the readable images of the sample.
+    """
     several = sum(image.has_pages for image in facts)
     if several:
         yield Problem(

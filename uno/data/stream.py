@@ -269,8 +269,9 @@ def stream_here(config: Config, source: StreamedImages, **rows: Any) -> StreamSe
     Args:
         config: The configuration of the run.
         source: The images of all rows of the run.
-        **rows: The fields that :func:`~uno.data.splits.train_rows` returns: the numbers
-            of labeled and unlabeled rows, labels, and the numbers of classes.
+        **rows: The fields that :func:`~uno.data.splits.train_rows` returns:
+            ``labeled`` and ``unlabeled`` (row numbers), ``labels`` (of labeled rows),
+            ``num_known`` and ``num_novel`` (numbers of classes).
     """
     threads = config.compute.threads or available_cpus()
     return StreamSet(source, **rows, crop=partial(crop_local, threads=threads))

@@ -62,11 +62,14 @@ def read_parquet(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
 
     Args:
         path: Path or URI of the file or folder.
-        options: How the source is read.
+        options: How the source is read. If the column of images holds paths, they are
+            relative to ``image_folder``, or to the folder of the source if that is
+            None.
 
     Raises:
-        ConfigError: There is no such file; the files are damaged, not a whole pack, or
-            do not have the same columns; or a column cannot be used.
+        ConfigError: There is no such file; the files are damaged, are the shards of an
+            unfinished ``uno data pack``, or do not have the same columns; or a column
+            cannot be used.
     """
     source, (root, files) = f"parquet:{path}", parquet_files(path, options.follow_links)
     refuse_partitions(source, files, options)

@@ -67,6 +67,9 @@ def runtime_precision(config: Config, device: torch.device) -> Precision | None:
 def require_runtime(config: Config) -> None:
     """Check that the runtime that ``compute.encoder_runtime`` names is installed.
 
+    Args:
+        config: The configuration of the run.
+
     Raises:
         ConfigError: OpenVINO is not installed.
     """
@@ -85,7 +88,7 @@ class Runtime(nn.Module):
 
     Args:
         encoder: The encoder.
-        precision: The precision in which features are computed.
+        precision: The precision in which features are computed, "fp32" or "bf16".
         threads: The number of threads.
     """
 

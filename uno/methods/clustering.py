@@ -65,7 +65,11 @@ class SpaceAdapter(nn.Module):
 
 
 class ClusteringMethod(Method):
-    """Clustering of a frozen encoder's features, see the top of the module."""
+    """Clustering of a frozen encoder's features, before the first step of training.
+
+    The adapter takes the space in which the clusters were found, and the prototypes
+    become the directions of the clusters' means.
+    """
 
     name = "clustering"
     supports_gcd = True

@@ -46,7 +46,11 @@ TEMPERATURE = 0.1
 
 
 class Jia(Method):
-    """The method of Jia et al., see the top of the module."""
+    """The method of Jia et al.: RS with hashes of features, plus a contrastive loss.
+
+    Two unlabeled rows are similar if their winner-take-all hash codes agree. The
+    features of all rows are contrasted between two views.
+    """
 
     name = "jia"
     constants = rs.Consistency

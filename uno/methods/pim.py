@@ -251,7 +251,11 @@ def pim_objective(
 
 
 class Pim(Method):
-    """PIM, see the top of the module."""
+    """PIM: a linear classifier of fixed features with the most mutual information.
+
+    It is fitted to all rows before the first step, with the cross-entropy of labeled
+    rows, and becomes the prototypes of the model.
+    """
 
     name = "pim"
     constants = Constants

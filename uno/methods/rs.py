@@ -68,7 +68,11 @@ class Constants(Consistency):
 
 
 class Rs(Method):
-    """RS, see the top of the module."""
+    """RS, rank statistics: pairs are similar if the same features are their largest.
+
+    The novel head learns from these pairs of unlabeled rows, and the known head from
+    labeled rows. Both heads must give equal outputs for two views.
+    """
 
     name = "rs"
     constants = Constants
