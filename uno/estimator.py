@@ -482,8 +482,11 @@ def stack_vectors(X: Any) -> Any:  # noqa: N803
     """Return a column of vectors of pandas or polars as a matrix (N, D).
 
     Args:
-        X: A column of N vectors of length D, or a frame with this column alone. Any
-            other object is returned as it is.
+        X: A column of N vectors of length D, or a frame with this column alone.
+
+    Returns:
+        An array (N, D). A column of N numbers becomes an array (N,), and any other
+        object is returned as it is.
     """
     if hasattr(X, "columns") and X.shape[1] == 1:
         name = X.columns[0]

@@ -237,12 +237,13 @@ def unified_objective(state: TrainState, batch: Batch, config: Config) -> Loss:
     unlabeled rows choose among all C outputs (UNO+, Vaze et al., CVPR 2022).
 
     Args:
-        state: The state of training.
-        batch: The batch.
+        state: The state of training, with the model. ``state.extra["prior"]`` is the
+            class prior, if the run has one.
+        batch: The views of this worker's rows, labeled rows first.
         config: The configuration of the run.
 
     Returns:
-        The total loss, and the loss of each cluster head.
+        The total loss, and the loss of each cluster head (H,).
     """
     logits, objective = forward(state, batch), config.objective
     assert logits.novel is not None

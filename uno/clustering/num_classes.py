@@ -491,7 +491,12 @@ def calibration() -> dict[str, Any]:
 
 
 def stored_model(gcd: bool) -> Model:
-    """Return the model of the stored calibration for a setting."""
+    """Return the logistic model of the stored calibration for a setting.
+
+    Args:
+        gcd: Whether unlabeled rows can belong to known classes. It decides the level of
+            the intervals.
+    """
     found = calibration()
     level = found["levels"]["gcd" if gcd else "ncd"]
     return Model(found["weights"], found["intercept"], level)

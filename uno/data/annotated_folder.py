@@ -57,7 +57,9 @@ def read_annotated_folder(root: str, options: ReadOptions = DEFAULT_OPTIONS) -> 
     Args:
         root: Local folder or URI.
         options: How the source is read. Image paths are relative to the folder of the
-            table that has them, or to ``image_folder`` if that is not None.
+            table that has them. If ``image_folder`` is not None, it takes the place of
+            ``root``: the paths of a table in ``train`` are then relative to the folder
+            ``train`` in ``image_folder``.
 
     Returns:
         The rows of all tables. Their warnings say how many images below ``root`` no

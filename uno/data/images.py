@@ -394,7 +394,10 @@ class InMemory(Images):
         return [self.items[row] for row in rows.tolist()]
 
     def content_keys(self, rows: np.ndarray) -> Iterable[bytes]:
-        """Return the bytes that identify each item, for rows int64 (n,)."""
+        """Return bytes that identify each item of some rows int64 (n,).
+
+        They are the encoded bytes, the path, or the shape and the pixels of an array.
+        """
         return map(content_of, self.read_images(rows))
 
     def times(self, rows: np.ndarray) -> np.ndarray:

@@ -97,7 +97,7 @@ class RowBlocks:
         return values
 
     def split(self, size: int) -> Iterator[Tensor]:
-        """Yield all rows as tensors of at most ``size`` rows."""
+        """Yield all rows in order, as tensors (n, ...) of at most ``size`` rows."""
         return (self[i : i + size] for i in range(0, len(self), size))
 
     def to(self, device: torch.device | str) -> Tensor | RowBlocks:

@@ -403,8 +403,14 @@ def expand_braces(pattern: str) -> list[str]:
 
     ``{000..009}`` stands for the numbers from 000 to 009, and ``{a,b}`` for a and b.
 
+    Args:
+        pattern: A path or URI with any number of braces, which are not nested.
+
+    Returns:
+        The names in order. They need not exist. A pattern without braces gives itself.
+
     Raises:
-        ConfigError: These are more than :data:`MAX_SHARDS`.
+        ConfigError: The names are more than :data:`MAX_SHARDS`.
     """
     choices = list[list[str]]()
     for number, part in enumerate(re.split(r"\{([^{}]*)\}", pattern)):

@@ -145,8 +145,8 @@ class ClusteringMethod(Method):
         Training continues from the clusters with this loss, if discovery has epochs.
 
         Args:
-            state: The state of training.
-            batch: The batch.
+            state: The state of training, with the model.
+            batch: The views of this worker's rows, labeled rows first.
             config: The configuration of the run.
 
         Returns:
