@@ -32,8 +32,16 @@ KINDS: tuple[Kind, ...] = ("labeled", "unlabeled")
 class FeatureClusters(NamedTuple):
     """A clustering of N_u unlabeled rows into K clusters, one for each output.
 
-    In the GCD setting K = C and the known outputs come first. In other settings K =
-    C_u.
+    In the GCD setting, in which unlabeled rows may belong to known classes, K is the
+    number C of all classes and the known ones come first. In other settings K is the
+    number C_u of novel classes.
+
+    Attributes:
+        assignment: The cluster of each unlabeled row, int64 (N_u,).
+        centers: The mean direction of each cluster's rows, (K, D). In the GCD setting
+            the labeled rows count, too.
+        prior: The share of the unlabeled rows in each cluster, (K,). Shares are
+            positive and sum to one.
     """
 
     assignment: Tensor  # int64 (N_u,), the cluster of each unlabeled row
@@ -270,9 +278,15 @@ def _move_prototypes_(
 
 
 class Sample(NamedTuple):
-    """Features of a sample of the training rows, on the CPU.
+    """Features of a sample of the training rows, D for each row.
 
-    It has at most ``MAX_ROWS`` labeled and as many unlabeled rows.
+    :func:`sample_features` makes it, on the CPU, of about ``MAX_ROWS`` labeled rows and
+    at most as many unlabeled ones.
+
+    Attributes:
+        labeled: Features of the labeled rows, (N_l, D).
+        labels: The known classes of these rows, int64 (N_l,).
+        unlabeled: Features of the unlabeled rows, (N_u, D).
     """
 
     labeled: Tensor  # (N_l, D)
@@ -292,8 +306,8 @@ def training_features(config: Config, model: UnoModel, train: TrainData) -> Samp
         train: The training data.
 
     Returns:
-        Features of at most ``MAX_ROWS`` labeled and as many unlabeled rows, equal on
-        all workers.
+        Features of about ``MAX_ROWS`` labeled rows, their classes, and features of at
+        most as many unlabeled rows; equal on all workers.
 
     Raises:
         ConfigError: No labeled or no unlabeled image can be read.

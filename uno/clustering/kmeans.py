@@ -24,7 +24,13 @@ MAX_CELLS = 2**24  # distances held at a time: 64 MB in float32
 
 
 class Clusters(NamedTuple):
-    """A partition of N rows into K clusters."""
+    """A partition of N rows into K clusters.
+
+    Attributes:
+        assignment: The cluster of each row, int64 (N,), 0 to K - 1.
+        centers: The centers of the clusters, (K, D), in the type of the points.
+        inertia: The sum of the squared distances of all rows to their centers.
+    """
 
     assignment: Tensor  # int64 (N,), the cluster of each row
     centers: Tensor  # (K, D), in the type of the points

@@ -296,7 +296,10 @@ class EvalRows:
 
 @dataclass(frozen=True, eq=False)
 class EvalSet(EvalRows):
-    """Rows with a true class, in memory.
+    """N rows with a true class, in memory.
+
+    It also has the attributes ``truth``, ``index`` and ``unlabeled`` of
+    :class:`EvalRows`.
 
     Attributes:
         images: Images uint8 (M, 3, S, S), or features float32 (M, D), of all M rows of

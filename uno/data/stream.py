@@ -211,7 +211,8 @@ class StreamSet:
 
         Args:
             num: The largest number of rows of each kind, if it is less than
-                :data:`MAX_SAMPLE_ROWS`.
+                :data:`MAX_SAMPLE_ROWS`. There may be a few more labeled rows, so that
+                rare classes are in the sample.
 
         Returns:
             Two arrays int64: positions among the labeled rows, and positions among the
@@ -655,7 +656,10 @@ def _with_images(job: CropJob) -> Iterator[tuple[np.ndarray, np.ndarray, Images]
 
 @dataclass(frozen=True, eq=False)
 class StreamedEvalSet(EvalRows):
-    """Rows with a true class, decoded when they are evaluated.
+    """N rows with a true class, decoded when they are evaluated.
+
+    It has the methods of :class:`~uno.data.memory.EvalSet`, and the attributes
+    ``truth``, ``index`` and ``unlabeled`` of :class:`~uno.data.memory.EvalRows`.
 
     Attributes:
         source: The images of all rows of the run.

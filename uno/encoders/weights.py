@@ -42,6 +42,18 @@ class Description(NamedTuple):
     """What the maker of an encoder says about it.
 
     A value is None or "" if it is not known.
+
+    Attributes:
+        size: The side of the images that the encoder takes, in pixels.
+        crop_share: That side, divided by the shorter side to which images are resized
+            before the crop.
+        mean: The mean of each of the 3 channels by which images are normalized, on the
+            scale 0-1.
+        std: The standard deviation of each channel, on the same scale.
+        interpolation: How images are resized, such as "bicubic".
+        weights: The library's name of the weights, which says on which data they were
+            trained.
+        license: The license of the weights.
     """
 
     size: int | None = None  # side of the images that the encoder takes, in pixels
