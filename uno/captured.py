@@ -206,6 +206,10 @@ def _in_separate_stream(device: torch.device, function: Callable[[], Tensor]) ->
 
     The current stream waits for it. PyTorch requires this for the training steps before
     a CUDA graph is recorded. On another device than a GPU the function is just called.
+
+    Args:
+        device: The device on which the function computes.
+        function: The function, without arguments.
     """
     if device.type != "cuda":
         return function()

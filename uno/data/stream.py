@@ -708,7 +708,7 @@ class StreamedEvalSet(EvalRows):
         :func:`~uno.data.images.spread`.
 
         Args:
-            num: The largest number of rows, if it is less than :data:`MAX_SAMPLE_ROWS`.
+            num: The largest number of rows. At most :data:`MAX_SAMPLE_ROWS` are chosen.
 
         Returns:
             A list of one array: the positions of the chosen rows, int64.

@@ -61,6 +61,9 @@ class Jia(Method):
     ) -> NovelHead:
         """Build the novel head, with a linear layer if the encoder is frozen.
 
+        The layer, from D to D features, then takes the place of the encoder's last
+        stage.
+
         Args:
             num_novel: The number of novel classes K.
             num_features: The number of features D.
