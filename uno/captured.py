@@ -84,8 +84,10 @@ class CapturedStep:
         """Prepare to record a training step.
 
         Args:
-            step: The training step to record, see :class:`CapturedStep`.
-            record: Records the kernels that a function launches, see :data:`Record`.
+            step: The training step to record. It must not synchronize the device, and
+                only the learning rate may depend on the number of the step.
+            record: Takes a function that launches kernels, and returns a function that
+                launches the same kernels again.
         """
         self.step = step
         self._record = record
@@ -172,8 +174,8 @@ def check_cuda_graph(
 
     Args:
         config: The configuration of the run.
-        can_be_recorded: Whether every training step launches the same kernels, see
-            :meth:`uno.methods.Method.can_be_recorded`.
+        can_be_recorded: Whether every training step launches the same kernels, the
+            answer of :meth:`uno.methods.Method.can_be_recorded`.
         device: The device on which the worker trains.
         num_workers: The number of processes that train together.
 
@@ -204,6 +206,10 @@ def _in_separate_stream(device: torch.device, function: Callable[[], Tensor]) ->
 
     The current stream waits for it. PyTorch requires this for the training steps before
     a CUDA graph is recorded. On another device than a GPU the function is just called.
+
+    Args:
+        device: The device on which the function computes.
+        function: The function, without arguments.
     """
     if device.type != "cuda":
         return function()

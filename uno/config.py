@@ -59,7 +59,7 @@ class FieldTraits(NamedTuple):
         scope: What the field changes: ``pretrain`` pretraining and what follows;
             ``discover`` only discovery; ``run`` how a run is logged and kept; ``place``
             where it executes. Fields with the last two may change when a run resumes.
-        flag: The short form on the command line, without dashes.
+        flag: The short form on the command line, without dashes; None if there is none.
         commands: The commands that take the field besides training, with spaces
             between.
         fixed_by: The command that does not take the field, because it decides it.
@@ -299,8 +299,9 @@ class DataConfig(Section):
     def _column_pairs(self) -> list[tuple[str, str]]:
         """The pairs (this program's name, user's name) of a table's renamed columns.
 
-        They are in the order of the field ``columns``, such as
-        ``path=file,label=kind``, and not checked.
+        They are in the order of the field ``columns``: ``path=file,label=kind`` gives
+        ``[("path", "file"), ("label", "kind")]``. They are not checked: an entry
+        without ``=`` has '' as the user's name.
         """
         pairs = (
             pair.partition("=")
@@ -439,8 +440,10 @@ class AugmentConfig(Section):
             The section itself, as pydantic requires.
 
         Raises:
-            ValueError: There are fewer than two large views, or fewer cached views than
-                large ones (0 cached views are allowed).
+            ValueError: There are fewer than two large views, which give the
+                pseudo-labels; or there are cached views (random views of which the
+                features of a frozen encoder are computed once), but fewer than large
+                views. 0 cached views are allowed.
         """
         if self.large.num_views < 2:
             raise ValueError(
@@ -754,7 +757,11 @@ class TrainConfig(Section):
 
     @property
     def loggers(self) -> tuple[str, ...]:
-        """The names of the loggers in the field ``report_to``, each once."""
+        """The names of the loggers in the field ``report_to``, each once.
+
+        The field has names with commas between them: ``tensorboard,wandb`` gives
+        ``("tensorboard", "wandb")``. An empty field gives ``()``.
+        """
         return tuple(
             dict.fromkeys(
                 name.strip() for name in self.report_to.split(",") if name.strip()
@@ -1014,8 +1021,14 @@ Only methods with UNO's projection heads have these terms.
 def why_not_gcd(config: Config) -> str | None:
     """Return why a run cannot use generalized category discovery (GCD), None if it can.
 
-    In the GCD setting unlabeled images may belong to known classes, too. The reason is
-    an error message that names the setting or the method in the way.
+    In the GCD setting unlabeled images may belong to known classes, too.
+
+    Args:
+        config: The configuration of the run.
+
+    Returns:
+        An error message that names the setting or the method in the way; None if
+        nothing is in the way.
     """
     if not load(config.method).supports_gcd:
         return f"data.setting gcd does not go with method {config.method}"
@@ -1077,9 +1090,9 @@ def require_code(tree: Mapping[str, Any], foreign: str | None) -> None:
 
     Args:
         tree: The stored configuration. Its method may be ``package.module:METHOD``.
-        foreign: The directory of the configuration if its origin is not known, else
-            None. Code for the method or the pretext task must not lie there, see
-            :func:`uno.imports.check_origin`.
+        foreign: The directory of the configuration if its origin is not known. Code for
+            the method or the pretext task must not lie there, so that a downloaded
+            model does not run code of its own. None if the origin is known.
 
     Raises:
         ConfigError: The method cannot be imported, or code lies in ``foreign``.
@@ -1289,7 +1302,10 @@ def config_hash(config: Config) -> str:
 
 
 def training_settings(config: Config) -> dict[str, Any]:
-    """Return all settings that change what is learned, by dotted key."""
+    """Return all settings that change what is learned, by dotted key.
+
+    Settings for logging and for the place of execution are left out.
+    """
     return {
         key: value
         for key, value in flatten(to_dict(config)).items()

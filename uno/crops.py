@@ -96,16 +96,21 @@ class Cropper:
         images: Sequence[Image],
         squares: np.ndarray | None = None,
     ) -> tuple[np.ndarray, list[str | None]]:
-        """Cut the views of n images, each of which is read once.
+        """Cut the random views of n images, each of which is decoded once.
+
+        Where a view is cut depends only on the attributes, the step and the position,
+        so another call with these cuts the same views.
 
         Args:
             steps: int64 (n,), the number of the training step that uses each image.
             positions: int64 (n,), the position of each image in the global batch of
                 that step.
-            images: The n encoded images.
-            squares: uint8 (n, 3, side, side), which takes the centered square of each
-                image, resized as :func:`uno.data.decode.decode` does; black for an
-                image that cannot be decoded. None if no square is wanted.
+            images: The n images: encoded bytes, paths or URIs, or pixels uint8 (H, W,
+                3).
+            squares: An array uint8 (n, 3, side, side) to be filled, where ``side`` is
+                the attribute of that name. Into it the centered square of each image is
+                written, resized to this side; black for an image that cannot be
+                decoded. None if no square is wanted.
 
         Returns:
             Two values. The first are the pixels of all views of each image, uint8 (n,

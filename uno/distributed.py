@@ -36,7 +36,11 @@ in_group = dist.is_initialized if dist.is_available() else bool  # bool() is Fal
 
 
 def rank_and_world() -> tuple[int, int]:
-    """Return this process's rank, and the number of ranks; (0, 1) without a group."""
+    """Return this process's rank, and the number of ranks.
+
+    The rank is the number of this process in the process group, from 0. Without a group
+    the result is (0, 1).
+    """
     return (dist.get_rank(), dist.get_world_size()) if in_group() else (0, 1)
 
 
@@ -146,7 +150,7 @@ def mean_with_grad(tensor: Tensor) -> Tensor:
     """Return the mean of the workers' tensors, element by element, with gradient.
 
     The backward pass adds up the gradients that all workers' losses have for this
-    worker's tensor, see :func:`gather_rows_with_grad`.
+    worker's tensor. All workers must call this.
 
     Args:
         tensor: This worker's tensor, which has the same shape on every worker.
@@ -196,7 +200,13 @@ def local_shard(tensor: Tensor, dim: int) -> Tensor:
 
 
 def all_reduce_sum_(tensor: Tensor) -> Tensor:
-    """Replace a tensor by its sum over all workers, in place, and return it."""
+    """Replace a tensor by its sum over all workers, in place, and return it.
+
+    All workers must call this. Outside a process group the tensor stays as it is.
+
+    Args:
+        tensor: This worker's tensor, which has the same shape and type on every worker.
+    """
     if in_group():
         dist.all_reduce(tensor)
     return tensor
@@ -219,8 +229,11 @@ def gather_objects(value: Any) -> list[Any]:
 def broadcast_from_rank0(tensor: Tensor) -> Tensor:
     """Return rank 0's tensor on every worker.
 
-    All workers must pass a tensor of the same shape and type. On other workers its
-    values do not matter.
+    All workers must call this.
+
+    Args:
+        tensor: On rank 0 the tensor to send. On other workers a tensor of the same
+            shape and type, whose values do not matter.
     """
     # For tensors that are not contiguous gloo returns wrong sums without an error.
     tensor = tensor.contiguous()
@@ -315,7 +328,8 @@ def _work_together(work: Callable[[], None], device: torch.device) -> None:
     An error of the function is raised after the last vote.
 
     Args:
-        work: The function of this rank. It must not call a collective.
+        work: The function of this rank, without arguments and result. It must not call
+            a collective. A rank that has nothing to do passes one that does nothing.
         device: The device of this rank, on which ranks exchange tensors.
     """
     with ThreadPoolExecutor(
@@ -382,7 +396,11 @@ class GroupWorker:
     def asked_to_stop(self) -> bool:
         """Return whether somebody has asked this training to stop; for a subclass.
 
-        Only rank 0 calls this.
+        Only rank 0 calls this, every two seconds.
+
+        Raises:
+            StorageError: The storage that would have the request cannot be read. It is
+                ignored.
         """
         raise NotImplementedError
 

@@ -149,8 +149,11 @@ class NovelClassDiscovery(
             The estimator itself.
 
         Raises:
-            ValueError: A parameter is out of its range, no row has a label, or there
-                are not more unlabeled rows than classes to find among them.
+            ValueError: A parameter is out of its range; ``X`` is not finite, or has
+                another number of rows than ``y``; ``y`` holds values that are no
+                classes, such as fractions; no row has a label; there are not more
+                unlabeled rows than classes to find among them; or ``n_novel="auto"``
+                and only one class is known.
         """
         self._check_parameters()
         labels, is_labeled = split_labels(y)
@@ -202,14 +205,24 @@ class NovelClassDiscovery(
         return self
 
     def fit_predict(self, X: ArrayLike, y: ArrayLike) -> NDArray[Any]:  # noqa: N803
-        """Find the novel classes, and return the class (N,) of each row of ``X``.
-
-        Labeled rows keep their label, and in the setting ``"ncd"`` unlabeled rows get
-        novel classes only. The errors are those of :meth:`fit`.
+        """Find the novel classes, and return the class of each row of ``X``.
 
         Args:
-            X: Features (N, D), as :meth:`fit` takes them.
-            y: Labels (N,); -1, NaN or None for unlabeled rows.
+            X: Features (N, D): an array, a data frame, a column of N vectors, or a
+                sparse matrix.
+            y: Labels (N,). Unlabeled rows have -1 (numbers, or ``"-1"`` in an array of
+                strings), NaN, None or an empty string.
+
+        Returns:
+            The classes (N,). Labeled rows keep their label. With the parameter
+            ``setting="gcd"`` an unlabeled row gets a known or a novel class, with
+            ``"ncd"`` a novel one. The novel classes are named in the type of the
+            labels: the next integers above them, or ``"novel-1"``, ``"novel-2"``, ...
+
+        Raises:
+            ValueError: A parameter is out of its range, ``X`` or ``y`` cannot be used,
+                no row has a label, or there are not more unlabeled rows than classes to
+                find among them.
         """
         labels: NDArray[Any] = self.fit(X, y).labels_
         return labels
@@ -262,8 +275,12 @@ class NovelClassDiscovery(
 
         Args:
             X: Features (N, D), D as in :meth:`fit`.
-            y: Labels (N,), unlabeled rows as in :meth:`fit`.
-            sample_weight: Weights (N,) of the rows.
+            y: Labels (N,). Unlabeled rows have -1 (or ``"-1"``), NaN, None or an empty
+                string, and do not count.
+            sample_weight: Weights (N,) of the rows; None for equal weights.
+
+        Returns:
+            The accuracy, 0 to 1.
 
         Raises:
             ValueError: No row has a label.
@@ -370,23 +387,30 @@ class NovelClassDiscovery(
     ) -> FrozenClusters:
         """Find the novel classes by clustering, and set ``n_novel_interval_``.
 
-        At most ``MAX_CLUSTERED_ROWS`` labeled and as many unlabeled rows are used.
+        ``n_novel_interval_`` becomes the lower and upper end of the estimate of the
+        number of novel classes, or twice ``n_novel`` if that is a number. At most
+        ``MAX_CLUSTERED_ROWS`` labeled and as many unlabeled rows are used.
 
         Args:
-            labeled: Labeled rows (N_l, D'). D' is the number of features, of a sparse
-                matrix after the SVD.
+            labeled: Labeled rows (N_l, D') of any length; they are scaled to length one
+                here. D' is the number of features, or of dimensions of the SVD of a
+                sparse matrix.
             class_of_row: The known classes of the labeled rows, int64 (N_l,), 0 to C_l
                 - 1.
             unlabeled: Unlabeled rows (N_u, D').
             seed: Seed of k-means.
 
         Returns:
-            The clusters, with the pairs of novel classes that look like parts of one
-            class. There are no such pairs if the number of classes is estimated.
+            The clusters: the map to the space in which they were found, the prototypes
+            of all classes, and how far other clusterings agree. They include the pairs
+            of novel classes that look like parts of one class, which are none if the
+            number of classes is estimated.
 
         Raises:
-            ValueError: There are not more unlabeled rows than clusters among them, or
-                there are too few known classes to estimate the number of novel ones.
+            ValueError: The unlabeled rows are not more than the classes to find among
+                them (``n_novel``, or 2 if it is estimated; in "gcd" the known ones,
+                too). Or the number of novel classes is to be estimated and fewer than
+                ``MIN_KNOWN`` classes (2) are known.
         """
         gcd = self.setting == "gcd"
         num_known = int(class_of_row.max()) + 1
@@ -440,7 +464,7 @@ class NovelClassDiscovery(
         """Compute the cosines of rows with the prototypes of all C classes.
 
         Args:
-            rows: Features as :meth:`_to_rows` returns them, (N, D').
+            rows: Features float32 (N, D'), after the SVD if there is one.
 
         Returns:
             Cosines (N, C). They are -inf for a class that got no row in ``fit``, unless
@@ -457,8 +481,12 @@ class NovelClassDiscovery(
 def stack_vectors(X: Any) -> Any:  # noqa: N803
     """Return a column of vectors of pandas or polars as a matrix (N, D).
 
-    A frame of one such column counts as this column. Everything else is returned as it
-    is.
+    Args:
+        X: A column of N vectors of length D, or a frame with this column alone.
+
+    Returns:
+        An array (N, D). A column of N numbers becomes an array (N,), and any other
+        object is returned as it is.
     """
     if hasattr(X, "columns") and X.shape[1] == 1:
         name = X.columns[0]
@@ -473,7 +501,8 @@ def split_labels(y: ArrayLike) -> tuple[NDArray[Any], NDArray[np.bool_]]:
     """Tell labeled rows from unlabeled ones.
 
     Args:
-        y: Labels (N,). Unlabeled rows have -1, ``"-1"``, NaN or None.
+        y: Labels (N,). Unlabeled rows have -1, ``"-1"``, NaN, None, ``"<NA>"`` or an
+            empty string.
 
     Returns:
         The labels (N,), which have no meaning for unlabeled rows; and a mask (N,) that

@@ -138,7 +138,7 @@ def outside_calibration(
     calibrated on. These are properties that none of the calibration tasks has.
 
     Args:
-        num_rows: Number of unlabeled rows.
+        num_rows: Number of unlabeled rows, which are images or vectors.
         num_known: Number of known classes.
         num_novel: Number of novel classes.
         encoder: Name of the encoder, ``config.model.encoder``. All names that begin

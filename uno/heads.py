@@ -41,11 +41,12 @@ class Prototypes(nn.Module):
     def cosines(self, directions: Tensor) -> Tensor:
         """Compute the cosines of vectors of length one with the K prototypes.
 
-        They are computed in float32 at least, also under autocast, because bfloat16
-        changes 0.8% of the pseudo-labels.
+        Autocast does not apply, because cosines in bfloat16 would change 0.8% of the
+        pseudo-labels.
 
         Args:
-            directions: Unit vectors (..., B, D).
+            directions: Unit vectors (..., B, D), float32 or float64, as :func:`unit`
+                returns them.
 
         Returns:
             Cosines (..., B, K), in the type of ``directions``.
@@ -65,8 +66,8 @@ class NovelHead(nn.Module):
     Args:
         num_novel: The number of prototypes K.
         num_features: The number of features D.
-        auxiliary: A module that only the method's loss calls, if any. It is trained
-            with the head.
+        auxiliary: A module that only the method's loss calls. It is trained with the
+            head. None if the method has no such module.
         has_layer: Whether to build the linear layer.
 
     Attributes:

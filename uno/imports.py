@@ -17,7 +17,13 @@ OBJECT_NAME = r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*"
 
 
 def is_object_name(name: str) -> bool:
-    """Return whether ``name`` has the form ``package.module:NAME``."""
+    """Return whether a text has the form ``package.module:NAME`` of an import path.
+
+    Nothing is imported, so the object need not exist.
+
+    Args:
+        name: The text.
+    """
     return re.fullmatch(OBJECT_NAME, name) is not None
 
 

@@ -25,7 +25,8 @@ class Logits(NamedTuple):
         novel: (V, H, B, C_u), of the cluster heads; None if the model has no novel
             head.
         over: (V, H, B, m C_u), of the overclustering heads; None if the model has none.
-        features: (V, B, D), the features of the encoder, before the adapter.
+        features: (V, B, D), the features of the encoder, before the adapter. The model
+            always returns them.
         directions: (V, H or 2H, B, P), the projections of the cluster heads, then of
             the overclustering heads, at length one and detached; None if the model has
             no projection heads.
@@ -50,7 +51,7 @@ class UnoModel(nn.Module):
         num_novel: C_u, the number of outputs of each cluster head. With 0, as in
             pretraining, the model has the encoder and the known head only.
         method: Builds the adapter, which maps the features before all heads, and the
-            single novel head of a baseline. It is needed if ``num_novel`` is positive.
+            single novel head of a baseline. It may be None only if ``num_novel`` is 0.
     """
 
     def __init__(

@@ -33,7 +33,8 @@ def sinkhorn(
             dimensions, such as views and heads, are independent.
         epsilon: The weight of the entropy H(Y) in Eq. 4.
         num_iters: The number of iterations.
-        prior: Positive shares (K,) of the clusters; None for equal shares.
+        prior: Positive shares (K,) of the clusters, of which only the proportions
+            count; None for equal shares.
 
     Returns:
         (..., B, K), non-negative, without gradient. Rows sum to one.
@@ -73,7 +74,8 @@ def pseudo_labels(
             ``average_logits`` give all views the same target, averaged after or before
             Sinkhorn (see the paper's appendix).
         hard: Whether targets are one-hot vectors of the most likely cluster.
-        prior: Positive shares (K,) of the clusters; None for equal shares.
+        prior: Positive shares (K,) of the clusters, of which only the proportions
+            count; None for equal shares.
 
     Returns:
         (V, H, B, K), without gradient. Rows sum to one.
@@ -183,9 +185,10 @@ def global_targets(
         num_labeled: The first ``num_labeled`` rows have labels.
         objective: The settings of Sinkhorn and of the pseudo-labels.
         past: F tensors (V_large, H, Q, K_f), cosines of Q rows of earlier batches,
-            which Sinkhorn sees in addition. They get no targets.
+            which Sinkhorn sees in addition. They get no targets. None if there are no
+            such rows.
         known: (V, B, C_l), cosines with the known prototypes. They are used only if
-            ``prior`` covers all C outputs.
+            ``prior`` covers all C outputs, and may be None otherwise.
         prior: The expected shares of the unlabeled rows in the outputs; None for equal
             shares. (C_u,) is for the cluster heads. (C,) means that unlabeled rows may
             be of known classes, too (GCD). Their targets then cover the known outputs
@@ -234,12 +237,13 @@ def unified_objective(state: TrainState, batch: Batch, config: Config) -> Loss:
     unlabeled rows choose among all C outputs (UNO+, Vaze et al., CVPR 2022).
 
     Args:
-        state: The state of training.
-        batch: The batch.
+        state: The state of training, with the model. ``state.extra["prior"]`` is the
+            class prior, if the run has one.
+        batch: The views of this worker's rows, labeled rows first.
         config: The configuration of the run.
 
     Returns:
-        The total loss, and the loss of each cluster head.
+        The total loss, and the loss of each cluster head (H,).
     """
     logits, objective = forward(state, batch), config.objective
     assert logits.novel is not None

@@ -44,9 +44,10 @@ class TrainState:
         warmup_steps: Number of warm-up steps in that schedule, set by
             :func:`uno.training.fit`.
         extra: Tensors by name that a method keeps from step to step.
-        grad_norm: Norm of all gradients of the last step, (). It is not in checkpoints.
-        teacher: The pretrained network, for methods that need it. It is not in
-            checkpoints.
+        grad_norm: Norm of all gradients of the last step, (); None before the first
+            step. It is not in checkpoints.
+        teacher: The pretrained network, for methods that need it; None for others. It
+            is not in checkpoints.
     """
 
     model: UnoModel
@@ -220,7 +221,12 @@ def load_state_(state: TrainState, tensors: dict[str, Tensor], step: int) -> Non
 
 
 def with_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Select the tensors whose names begin with ``prefix``, and remove the prefix."""
+    """Select the tensors whose names begin with a prefix, and remove the prefix.
+
+    Args:
+        tensors: Tensors by name.
+        prefix: The beginning of the names to select, such as "model/"; '' for all.
+    """
     return {
         name.removeprefix(prefix): t
         for name, t in tensors.items()

@@ -9,6 +9,10 @@ def visible(name: object, limit: int = 300) -> str:
     """Return a name with unprintable characters escaped, at most ``limit`` characters.
 
     A longer name is cut off and ends in "…". The result is not escaped for HTML.
+
+    Args:
+        name: The name, or another object that is converted to text.
+        limit: The largest number of characters of the result.
     """
     shown = printable(str(name)[: limit + 1])
     return shown if len(shown) <= limit else f"{shown[: limit - 1]}…"

@@ -26,6 +26,9 @@ def torch_threads(number: int) -> Iterator[None]:
 
     At the end the number is what it was before. Threads that begin inside the block
     have the same number.
+
+    Args:
+        number: The number of threads, at least 1.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(number)

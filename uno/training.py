@@ -55,15 +55,22 @@ class Worker(Protocol):
         """Return the module to call in training: ``model``, or its DDP wrapper.
 
         It is the wrapper if several processes train together.
+
+        Args:
+            model: The model, on the device of this process.
         """
 
     def report(self, metrics: dict[str, Any]) -> None:
         """Hand metrics of the training to the console, the loggers or Ray.
 
-        All ranks report the end of an epoch equally often.
+        :func:`fit` calls this on every rank. A rank can make some calls alone, because
+        lines with the position only depend on its clock. So an implementation must not
+        wait for other ranks.
 
         Args:
-            metrics: Values by name, such as "phase", "step" and "loss".
+            metrics: Values by name. "phase", "step" and "event" are always there.
+                "event" is "epoch" at the end of an epoch and "step" otherwise. Lines
+                that all ranks report have "loss", too.
         """
 
     def should_stop(self, step: int) -> bool:
@@ -81,7 +88,8 @@ class LocalWorker:
 
     Args:
         device: The device to train on.
-        on_report: Takes each line of metrics.
+        on_report: Takes each line of metrics, values by name. By default nothing is
+            called.
 
     Attributes:
         stop_requested: Set to True, for example by a signal handler, to stop training
@@ -379,10 +387,12 @@ def _save(
     journal: Journal,
     wait: bool = True,
 ) -> None:
-    """Write a checkpoint of the state of training, which is not changed.
+    """Write a checkpoint of the state of training.
 
-    All ranks must call this. Rank 0 writes the file in the thread of the journal, and
-    deletes old checkpoints. A second checkpoint waits for the first.
+    All ranks must call this. The state is not changed. Rank 0 copies the tensors,
+    writes the file in the thread of the journal, and then deletes the older checkpoints
+    of the phase but ``train.keep_checkpoints``. If an earlier checkpoint is still being
+    written, rank 0 first waits until that is done.
 
     Args:
         config: The configuration of the run.
@@ -392,7 +402,11 @@ def _save(
         storage: The run directory.
         journal: The writer of ``metrics.jsonl``, in the thread of which the file is
             written.
-        wait: Whether all ranks wait until the file is written.
+        wait: Whether all ranks wait until the file is written and old ones are deleted.
+
+    Raises:
+        StorageError: The file, or an earlier one, cannot be written. It is raised on
+            rank 0 alone: here if ``wait``, otherwise by the next call of the journal.
     """
     tensors = state_tensors(state)
     for name in ("epoch_losses", "window_loss"):
@@ -484,8 +498,10 @@ def _collect_metrics_(
     Returns:
         Values by name. "loss" is the mean over the steps, NaN if all were skipped.
         "event" is "epoch" at the end of an epoch and "step" otherwise. "grad_norm" is
-        the norm of the gradient of the last step, if it is finite. For the others see
-        :meth:`StepTimer.collect`.
+        the norm of the gradient of the last step, if it is finite. "lr" is the learning
+        rate, and "skipped_steps" the number of skipped steps so far.
+        :meth:`Phase.describe_position` has the names of the position, and
+        :meth:`StepTimer.collect` those of the times.
     """
     total, count = distributed.all_reduce_sum_(state.window_loss.clone()).tolist()
     state.window_loss.zero_()

@@ -226,7 +226,7 @@ class Clustering:
 
     @property
     def num_known(self) -> int:
-        """Number of known classes C_l, of which the labeled rows are."""
+        """Number of known classes C_l."""
         return int(self.labels.max()) + 1
 
     @property
@@ -441,8 +441,8 @@ def find_correct_rows(truth: Tensor, clusters: Tensor, num_classes: int) -> Tens
     correct.
 
     Args:
-        truth: The true class of each row, int64 (N,).
-        clusters: The cluster of each row, int64 (N,).
+        truth: The true class of each row, int64 (N,), 0 to ``num_classes`` - 1.
+        clusters: The cluster of each row, int64 (N,), 0 to ``num_classes`` - 1.
         num_classes: Number of classes, which is also that of clusters.
 
     Returns:
@@ -458,23 +458,29 @@ def find_correct_rows(truth: Tensor, clusters: Tensor, num_classes: int) -> Tens
 def measure_agreement(
     clustering: Clustering, rows: Tensor, clusters: Tensor, seed: int
 ) -> Tensor:
-    """Measure how far other clusterings of the same rows agree with a clustering.
+    """Measure how far other clusterings of the same rows agree with given clusters.
 
-    The other clusterings are, in this order: k-means, smoothed k-means and spectral
-    clustering of the rows as they are; k-means and spectral clustering of the whitened
-    rows; the whole pipeline with another seed; and the whole pipeline on two random
-    halves of the unlabeled rows, after which all rows go to the nearest mean.
+    There are A = 8 other clusterings, in this order. The first three are of the rows as
+    they are: k-means; smoothed k-means, which is k-means of the means of each row and
+    its nearest neighbors; and spectral clustering of the neighbor graph. The next two
+    are k-means and spectral clustering of the whitened rows. The sixth is
+    :meth:`Clustering.run` (smoothed k-means into more clusters, and merging) with
+    another seed. The last two are the same on two random halves of the unlabeled rows,
+    after which all rows go to the nearest mean. Of many rows only
+    ``MAX_COMPARED_ROWS`` labeled and as many unlabeled ones are compared.
 
     Args:
         clustering: The rows, whitened within the known classes, with their labels.
         rows: The same rows before whitening, (N, P).
-        clusters: The clustering to compare with: the cluster of each row, int64 (N,).
+        clusters: The clusters to compare with: the cluster of each row, int64 (N,), 0
+            to C_l + C_u - 1.
         seed: Seed of k-means and of the random halves.
 
     Returns:
         For each of the A other clusterings the share of unlabeled rows on which it
         agrees, 0 to 1, under the best one-to-one matching of clusters; (A,). It is
-        empty if a half would have too few rows.
+        empty if a half of the unlabeled rows would not have more rows than there are
+        known and novel classes.
     """
     chosen = _sample(clustering.labels, MAX_COMPARED_ROWS)
     whitened, clusters = clustering.subset(chosen), clusters[chosen]

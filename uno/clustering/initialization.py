@@ -32,8 +32,16 @@ KINDS: tuple[Kind, ...] = ("labeled", "unlabeled")
 class FeatureClusters(NamedTuple):
     """A clustering of N_u unlabeled rows into K clusters, one for each output.
 
-    In the GCD setting K = C and the known outputs come first. In other settings K =
-    C_u.
+    In the GCD setting, in which unlabeled rows may belong to known classes, K is the
+    number C of all classes and the known ones come first. In other settings K is the
+    number C_u of novel classes.
+
+    Attributes:
+        assignment: The cluster of each unlabeled row, int64 (N_u,).
+        centers: The mean direction of each cluster's rows, (K, D). In the GCD setting
+            the labeled rows count, too.
+        prior: The share of the unlabeled rows in each cluster, (K,). Shares are
+            positive and sum to one.
     """
 
     assignment: Tensor  # int64 (N_u,), the cluster of each unlabeled row
@@ -137,9 +145,9 @@ def compare_known_shares(
         seed: The seed of k-means.
 
     Returns:
-        Two tensors (C_l,), as :func:`shrink_prior` takes them. The first has the share
-        of rows in the cluster that is matched one to one with each known class, the
-        second the share of rows in the class itself.
+        Two tensors (C_l,) with a share of rows, 0 to 1, for each known class. The first
+        has the share in the cluster that is matched one to one with the class, the
+        second the share in the class itself.
     """
     num_known = int(labels.max()) + 1
     rows = F.normalize(labeled.cpu().float(), dim=1)
@@ -270,9 +278,15 @@ def _move_prototypes_(
 
 
 class Sample(NamedTuple):
-    """Features of a sample of the training rows, on the CPU.
+    """Features of a sample of the training rows, D for each row.
 
-    It has at most ``MAX_ROWS`` labeled and as many unlabeled rows.
+    :func:`sample_features` makes it, on the CPU, of about ``MAX_ROWS`` labeled rows and
+    at most as many unlabeled ones.
+
+    Attributes:
+        labeled: Features of the labeled rows, (N_l, D).
+        labels: The known classes of these rows, int64 (N_l,).
+        unlabeled: Features of the unlabeled rows, (N_u, D).
     """
 
     labeled: Tensor  # (N_l, D)
@@ -292,8 +306,8 @@ def training_features(config: Config, model: UnoModel, train: TrainData) -> Samp
         train: The training data.
 
     Returns:
-        Features of at most ``MAX_ROWS`` labeled and as many unlabeled rows, equal on
-        all workers.
+        Features of about ``MAX_ROWS`` labeled rows, their classes, and features of at
+        most as many unlabeled rows; equal on all workers.
 
     Raises:
         ConfigError: No labeled or no unlabeled image can be read.
@@ -313,8 +327,9 @@ def sample_features(
 ) -> list[Sample]:
     """Compute the features of a sample of the training rows, by several models.
 
-    The rows are evenly spaced, or whole groups of rows if images are streamed. Images
-    that cannot be read are left out. All workers call this, and each computes a part.
+    The rows are evenly spaced. Of streamed images that are stored together, such as in
+    a row group, whole groups are taken. Images that cannot be read are left out. All
+    workers call this, and each computes a part.
 
     Args:
         config: The configuration of the run.
@@ -323,7 +338,8 @@ def sample_features(
         kinds: ``("labeled", "unlabeled")``, or ``("labeled",)`` for no unlabeled rows.
 
     Returns:
-        One sample for each model, equal on all workers.
+        One sample for each model, equal on all workers: features of about ``MAX_ROWS``
+        labeled rows, their classes, and features of at most as many unlabeled rows.
 
     Raises:
         ConfigError: No image of a kind can be read.
@@ -363,11 +379,12 @@ def compute_features_together(
     Every worker calls this with the same arguments, and computes a part of the batches.
 
     Args:
-        config: The configuration of the run.
+        config: The configuration of the run, which says how images are normalized.
         models: The models, in eval mode.
-        batches: For each batch the numbers of its images, int64. Together they are 0 to
-            n - 1.
-        read: Reads the images of batches, see :data:`~uno.data.memory.Read`.
+        batches: For each batch the numbers of its images, int64 (b,). All batches
+            together have each number from 0 to n - 1 once.
+        read: Takes some of the batches. For each it yields the images uint8 (b, 3, S,
+            S) or features (b, D), and which of them could be read, bool (b,).
 
     Returns:
         Two values, equal on all workers. The first has for each model the features of

@@ -24,7 +24,13 @@ MAX_CELLS = 2**24  # distances held at a time: 64 MB in float32
 
 
 class Clusters(NamedTuple):
-    """A partition of N rows into K clusters."""
+    """A partition of N rows into K clusters.
+
+    Attributes:
+        assignment: The cluster of each row, int64 (N,), 0 to K - 1.
+        centers: The centers of the clusters, (K, D), in the type of the points.
+        inertia: The sum of the squared distances of all rows to their centers.
+    """
 
     assignment: Tensor  # int64 (N,), the cluster of each row
     centers: Tensor  # (K, D), in the type of the points
@@ -71,7 +77,7 @@ def constrained_kmeans(
         num_clusters: K, from F to F plus the number of free rows.
         num_restarts: The number of runs. The run with the smallest inertia (the sum of
             squared distances to the centers) is returned.
-        seed: The seed of the starts, see :func:`draw_initial_centers`.
+        seed: The seed of the random numbers by which centers start.
 
     Returns:
         The cluster of each row, the centers, and the inertia. A cluster is empty only

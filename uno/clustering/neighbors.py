@@ -23,12 +23,12 @@ def find_neighbors(points: Tensor, num: int = NUM_NEIGHBORS) -> Tensor:
     20,000 rows of 256 numbers take 6 s on two cores.
 
     Args:
-        points: Unit rows (N, D).
+        points: Rows (N, D), which must have length one already.
         num: Number of neighbors k; at most N - 1 are found.
 
     Returns:
-        Indices int64 (N, k) of the neighbors, the nearest first. A row is not a
-        neighbor of itself.
+        Indices int64 (N, min(k, N - 1)) of the neighbors, the nearest first. A row is
+        not a neighbor of itself.
     """
     neighbors, block_rows = [], max(1, MAX_CELLS // max(1, len(points)))
     for start in range(0, len(points), block_rows):

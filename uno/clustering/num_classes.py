@@ -104,7 +104,12 @@ class Model:
     level: float
 
     def __call__(self, signs: NDArray[np.float64]) -> NumClasses:
-        """Return the probabilities of 2, 3, ... classes from their signs (K, S)."""
+        """Return the probabilities of 2, 3, ... classes from their signs.
+
+        Args:
+            signs: The S signs of each of K numbers of classes, (K, S), of
+                :func:`signs_of`.
+        """
         logits = signs @ np.array(self.weights) + self.intercept
         stop = 1 / (1 + np.exp(-logits))
         stop[-1] = 1.0
@@ -147,7 +152,11 @@ def estimate_num_classes(
         unlabeled: Features (N_u, D) of at least two rows.
         gcd: Whether unlabeled rows can belong to known classes.
         seed: Seed of k-means and of the choice of hidden classes.
-        max_novel: The largest number that is considered, at least 2; None for no limit.
+        max_novel: The largest number that is considered, at least 2; None for no limit
+            but the number of small clusters, which is at most ``MAX_CLUSTERS``.
+
+    Returns:
+        The estimated number, its interval, and the probability of each number.
     """
     signs = find_signs(labeled, labels, unlabeled, gcd, seed)
     if max_novel is not None:
@@ -189,10 +198,16 @@ def find_signs(
 ) -> NDArray[np.float64]:
     """Merge clusters of the unlabeled rows, and find hidden known classes again.
 
-    The arguments are those of :func:`estimate_num_classes`.
+    Args:
+        labeled: Features (N_l, D) of labeled rows.
+        labels: Their classes int64 (N_l,), 0 to C_l - 1; each class has a row.
+        unlabeled: Features (N_u, D) of at least two rows.
+        gcd: Whether unlabeled rows can belong to known classes.
+        seed: Seed of k-means and of the choice of hidden classes.
 
     Returns:
-        The signs (K, S) of :func:`signs_of`.
+        The S = 3 signs (K, S) of :func:`signs_of` for each of the K numbers 2, 3, ...
+        of novel classes.
     """
     class_sizes = labels.bincount()
     share = min(1.0, MAX_ROWS / len(unlabeled))
@@ -476,7 +491,12 @@ def calibration() -> dict[str, Any]:
 
 
 def stored_model(gcd: bool) -> Model:
-    """Return the model of the stored calibration for a setting."""
+    """Return the logistic model of the stored calibration for a setting.
+
+    Args:
+        gcd: Whether unlabeled rows can belong to known classes. It decides the level of
+            the intervals.
+    """
     found = calibration()
     level = found["levels"]["gcd" if gcd else "ncd"]
     return Model(found["weights"], found["intercept"], level)
@@ -495,10 +515,11 @@ def _log_mixing(values: Sequence[float]) -> NDArray[np.float64]:
 
 
 def _mean_f1(table: NDArray[np.int64], total: NDArray[np.int64]) -> float:
-    """Return the mean F1 of classes under the best matching with clusters.
+    """Return the mean F1 (0 to 1) of classes under the best matching with clusters.
 
-    ``table`` (C, K) counts the rows of each class in each cluster, and ``total`` (K,)
-    all rows of each cluster.
+    Args:
+        table: Number of rows of each class in each cluster, (C, K).
+        total: Number of all rows of each cluster, (K,).
     """
     f1 = 2 * table / np.maximum(table.sum(axis=1, keepdims=True) + total, 1)
     return float(f1[linear_sum_assignment(f1, maximize=True)].mean())

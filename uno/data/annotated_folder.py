@@ -56,8 +56,10 @@ def read_annotated_folder(root: str, options: ReadOptions = DEFAULT_OPTIONS) -> 
 
     Args:
         root: Local folder or URI.
-        options: How the source is read. Image paths are relative to the table that has
-            them, unless there is another folder.
+        options: How the source is read. Image paths are relative to the folder of the
+            table that has them. If ``image_folder`` is not None, it takes the place of
+            ``root``: the paths of a table in ``train`` are then relative to the folder
+            ``train`` in ``image_folder``.
 
     Returns:
         The rows of all tables. Their warnings say how many images below ``root`` no
@@ -192,7 +194,8 @@ def _columns_of_one_hot(path: str, table: TextTable) -> dict[str, list[Any]]:
         table: The table, in the layout of Roboflow.
 
     Returns:
-        The values of 'path' and 'label'. An image with no 1 has no label.
+        The values of 'path' and 'label'. The label of an image is the name of the
+        column with a 1, and None if there is none. Cells with another value count as 0.
 
     Raises:
         ConfigError: The table has no column ``filename``, or an image has several

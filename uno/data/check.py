@@ -264,6 +264,9 @@ def format_report(task: Task, problems: list[Problem], size: int | None = None) 
 def _count_rows(task: Task) -> np.ndarray:
     """Count the labeled, unlabeled and test rows of each class.
 
+    Args:
+        task: The rows and their classes.
+
     Returns:
         int64 (C + 1, 3): a row for each of the C known and novel classes, and a last
         one for rows without a true class; columns for labeled training rows, unlabeled
@@ -360,7 +363,8 @@ def _check_order(task: Task, config: Config) -> Iterator[Problem]:
     about the same time. If they are sorted by class, a batch has images of few classes.
     The mean share of the most frequent class in batches of this order is compared with
     that in batches of shuffled rows. Images that are not streamed, or are read one by
-    one, are not checked.
+    one, are not checked. The warning comes if the first share is more than
+    :data:`SORTED` times the second.
 
     Args:
         task: The rows and their classes.
@@ -395,7 +399,8 @@ def measure_largest_share(classes: np.ndarray, size: int) -> float:
         size: Number of rows of a batch. The last batch can be smaller.
 
     Returns:
-        A number from 0 to 1, which is 0 if no row has a class.
+        A number from 0 to 1: the mean over the batches in which a row has a class, each
+        with the same weight. It is 0 if no row has a class.
     """
     batches = np.split(classes, range(size, len(classes), size))
     counts = [np.bincount(batch[batch >= 0], minlength=1) for batch in batches]
@@ -425,7 +430,11 @@ def _check_sizes(config: Config, facts: Sequence[ImageFacts]) -> Iterator[Proble
 
 
 def _check_pages(facts: Sequence[ImageFacts]) -> Iterator[Problem]:
-    """Yield a warning if some of a sample of images have several pages."""
+    """Yield a warning if some of a sample of images have several pages.
+
+    Args:
+        facts: The facts of the readable images of the sample.
+    """
     several = sum(image.has_pages for image in facts)
     if several:
         yield Problem(
@@ -442,8 +451,8 @@ def _check_brightness(
 
     Args:
         facts: The facts of a sample of images.
-        value_range: The stored values that become black and white, see
-            :class:`uno.data.decode.Decoding`.
+        value_range: The stored values (low, high) that become black and white in gray
+            images of more than 8 bits; None for 0 and 65535.
     """
     low, high = value_range or (0, WHITE_16)
     scaled = [

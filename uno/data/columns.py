@@ -66,6 +66,9 @@ def join_labels(parts: Sequence[pa.DictionaryArray]) -> pa.DictionaryArray:
 def class_codes(labels: pa.DictionaryArray) -> np.ndarray:
     """Return the index of each row's class in the dictionary of a column of labels.
 
+    Args:
+        labels: A dictionary array (N,), not a chunked one.
+
     Returns:
         int32 (N,), -1 for a row without a label.
     """
@@ -104,8 +107,12 @@ def rename_classes(
 
     Args:
         labels: The labels of N rows.
-        names: The new name of each class of ``labels.dictionary``, None if its rows
-            become unlabeled.
+        names: The new name of each class of ``labels.dictionary``, in that order and
+            one for each; None if its rows become unlabeled.
+
+    Returns:
+        A dictionary array (N,) whose classes are the different new names, in the order
+        of ``names``.
     """
     renamed = make_labels(names)
     return pa.DictionaryArray.from_arrays(

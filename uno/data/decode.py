@@ -76,9 +76,11 @@ class Decoding(NamedTuple):
     """How images become pixels of 8 bits.
 
     Attributes:
-        interpolation: How squares are resized.
-        value_range: The stored values that become 0 and 255, in gray images of more
-            than 8 bits. None for 0 and the largest value of 16 bits.
+        interpolation: How squares are resized, ``"bilinear"`` or ``"bicubic"``.
+        value_range: The stored values (low, high) that become 0 and 255, in gray images
+            of more than 8 bits. Values outside become 0 or 255. None for 0 and 65535;
+            images of floating-point numbers, or with values outside 0 to 65535, then
+            raise a BadImage. It has no effect on images of 8 bits.
     """
 
     interpolation: Interpolation = "bilinear"
@@ -159,7 +161,9 @@ def decode_rgb(image: Image, side: int, value_range: Range | None = None) -> np.
         image: Encoded bytes, a path or URI, or pixels uint8 (H, W, 3).
         side: The side of a square in pixels that the image is used for later. A JPEG
             may be decoded at a smaller scale that suffices for it, see :data:`DRAFT`.
-        value_range: As in :class:`Decoding`.
+        value_range: The stored values (low, high) that become 0 and 255, in gray images
+            of more than 8 bits. None for 0 and 65535; images of floating-point numbers,
+            or with values outside 0 to 65535, then raise a BadImage.
 
     Returns:
         uint8 (H, W, 3) or (H, W, 4), where the fourth channel has no meaning. The array
@@ -185,8 +189,9 @@ def decode_square_and_rgb(
 
     Args:
         image: Encoded bytes, a path or URI, or pixels uint8 (H, W, 3).
-        size: The side of the square in pixels, as :func:`decode` takes it.
-        side: The side in pixels that :func:`decode_rgb` takes.
+        size: The side of the square that is returned, in pixels.
+        side: The side in pixels of the square that the whole image is used for later.
+            A JPEG may be decoded at a smaller scale that suffices for it.
         how: How the image is resized and scaled to 8 bits.
 
     Returns:
@@ -217,10 +222,12 @@ def decode_many(
     """Decode N images to squares, in several threads.
 
     Args:
-        images: The images.
+        images: The images: encoded bytes, paths or URIs, or pixels uint8 (H, W, 3).
         size: The side of the squares in pixels.
         threads: Number of threads; None or 0 for PyTorch's number of threads.
-        how: How the images are resized and scaled to 8 bits.
+        how: How the images are resized and scaled to 8 bits. The default
+            :data:`PLAIN` resizes bilinearly, and takes 0 to 65535 as the range of gray
+            images of more than 8 bits.
 
     Returns:
         Pixels uint8 (N, 3, size, size), black for images that cannot be used, and for
@@ -307,8 +314,9 @@ def decoded(
         how: How the images are resized and scaled to 8 bits.
 
     Yields:
-        For each batch the row numbers, the pixels uint8 (b, 3, size, size), and for
-        each row the reason why it cannot be used, or None.
+        For each batch the row numbers int64 (b,), the pixels uint8 (b, 3, size, size),
+        and for each row the reason why it cannot be used, or None. The pixels of such
+        a row are black.
 
     Raises:
         StorageError: An image's file cannot be read now, but perhaps later.
@@ -488,7 +496,8 @@ def _load_rgb(image: Image, side: int, value_range: Range | None) -> Pillow.Imag
         image: Encoded bytes, a path or URI, or pixels uint8 (H, W, 3).
         side: The side in pixels of the square that is needed of the image. A JPEG may
             be decoded at a smaller scale that suffices for it.
-        value_range: As in :class:`Decoding`.
+        value_range: The stored values (low, high) that become 0 and 255, in gray images
+            of more than 8 bits; None for 0 and 65535.
 
     Raises:
         BadImage: The image cannot be used.
@@ -506,6 +515,15 @@ def _turn_to_rgb(picture: Pillow.Image, value_range: Range | None) -> Pillow.Ima
     Pixels are turned before they are resized, because rounding depends on the order.
     The orientation is read after the pixels, because in a PNG it may stand behind them.
     Pixels with broken metadata are not turned.
+
+    Args:
+        picture: The picture, which is changed.
+        value_range: The stored values (low, high) that become 0 and 255, in gray
+            pictures of more than 8 bits; None for 0 and 65535.
+
+    Raises:
+        BadImage: The pixels cannot be decoded. Or there is no range, and they are
+            floating-point numbers, or integers below 0 or above 65535.
     """
     with _decoder_errors():
         picture.load()
@@ -537,8 +555,11 @@ def to_rgb(picture: Pillow.Image, value_range: Range | None = None) -> Pillow.Im
     Transparent pixels are blended with white.
 
     Args:
-        picture: The picture.
-        value_range: As in :class:`Decoding`.
+        picture: The picture. It is returned itself if it is in RGB already.
+        value_range: The stored values (low, high) that become 0 and 255, in gray
+            pictures of more than 8 bits. Values between them are scaled linearly, and
+            values outside become 0 or 255. None for 0 and 65535. Pictures of 8 bits are
+            not scaled.
 
     Raises:
         BadImage: The pixels cannot be decoded. Or there is no range, and they are
@@ -563,8 +584,14 @@ def _to_8_bits(picture: Pillow.Image, value_range: Range | None) -> Pillow.Image
 
     Values outside the range become 0 or 255, and those that are not a number 0.
 
+    Args:
+        picture: The picture, in one of Pillow's modes "I", "I;16" or "F".
+        value_range: The stored values (low, high) that become 0 and 255; None for 0 and
+            65535.
+
     Raises:
-        BadImage: As for :func:`to_rgb`.
+        BadImage: The pixels cannot be decoded. Or there is no range, and they are
+            floating-point numbers, or integers below 0 or above 65535.
     """
     with _decoder_errors():
         stored = np.asarray(picture)
@@ -588,10 +615,11 @@ def _open(
         data: Encoded bytes.
         side: The side in pixels that is needed. A JPEG may then be decoded at a smaller
             scale, see :data:`DRAFT`. None for full scale.
-        num_bytes: The size of the image, if ``data`` are only its first bytes.
+        num_bytes: The size of the whole image in bytes, if ``data`` are only its first
+            bytes. None if ``data`` are the whole image.
 
     Returns:
-        The picture, whose pixels are not decoded yet.
+        The picture (a ``PIL.Image.Image``), whose pixels are not decoded yet.
 
     Raises:
         BadImage: The format is none of :data:`FORMATS`, the header is damaged, or the

@@ -112,7 +112,7 @@ class Vectors(Images):
         return (self.values[row].numpy().tobytes() for row in rows.tolist())
 
     def paths(self, rows: np.ndarray) -> list[str | None]:
-        """Return the path of each row's picture, None for a row without picture."""
+        """Return the paths of the pictures of ``rows``, None for a row without one."""
         return [None] * len(rows) if self.shown is None else self.shown.paths(rows)
 
     def vectors(self, rows: np.ndarray) -> tuple[Tensor, list[str | None]]:
@@ -137,18 +137,30 @@ class Vectors(Images):
             rows: Row numbers, int64 (n,).
 
         Returns:
-            float32 (n, D); and for each row the reason why it has no usable vector, or
-            None.
+            float32 (n, D), zeros for a row without a usable vector; and for each row
+            the reason why it has none, or None.
         """
         values, reasons = self.vectors(rows)
         return values[:, 0], reasons
 
     def pictures(self) -> Images | None:
-        """Return the pictures that a report shows for the rows, or None."""
+        """Return the pictures that a report shows for the N rows.
+
+        Returns:
+            The pictures that the source names in a column of images or paths, or None
+            if it has none.
+        """
         return self.shown
 
     def captions(self, rows: np.ndarray) -> list[str | None]:
-        """Return the text that a report shows for each row, None for no text."""
+        """Return the text that a report shows for each row, None for no text.
+
+        Args:
+            rows: Row numbers, int64 (n,).
+
+        Returns:
+            The n values of the source's column ``text``.
+        """
         return (
             [None] * len(rows)
             if self.words is None
@@ -163,9 +175,9 @@ def clear_unusable_(values: Tensor, reasons: list[str | None]) -> None:
     that are not finite, or is a vector of zeros.
 
     Args:
-        values: float32 (N, V, D). It is changed.
-        reasons: For each row the reason why it has no usable vector, or None. Reasons
-            that are found are added to this list.
+        values: The vectors of V views of N rows, float32 (N, V, D). It is changed.
+        reasons: For each row the reason why it has no usable vector, or None. In this
+            list the reasons that are found replace None.
     """
     for start in range(0, len(values), PIECE_ROWS):
         part = values[start : start + PIECE_ROWS]
@@ -377,7 +389,7 @@ def given_vectors(embeddings: Any, labels: Any = None, ids: Any = None) -> Given
             :func:`~uno.data.from_python.float_vectors`.
         labels: The class of each row (N,), or a missing value; None for no labels at
             all.
-        ids: The id of each row (N,); by default rows are numbered.
+        ids: The id of each row (N,), all different; None for "row-0", "row-1", ...
 
     Returns:
         The vectors and columns in the form in which they are stored.
@@ -439,7 +451,11 @@ def write_vectors(
 def is_vectors(path: str) -> bool:
     """Return whether a file is one that :func:`write_vectors` has written.
 
-    The result is False if there is no such file, or it cannot be read.
+    Args:
+        path: Path or URI of a Parquet file.
+
+    Returns:
+        False also if there is no such file, or it cannot be read.
     """
     folder, name = filesystem.split(path)
     try:

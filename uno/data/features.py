@@ -357,8 +357,9 @@ def encode_rows(
         ok: bool (n,), the rows that could be read.
 
     Returns:
-        Features float32 (n, 1 + V, D) on the CPU, zeros for rows that are not ``ok``
-        and for random views that a row does not have.
+        Features float32 (n, 1 + V, D) on the CPU: D features of the evaluation view and
+        of each of V random views. They are zeros for rows that are not ``ok`` and for
+        random views that a row does not have.
     """
     device = next(encoder.parameters()).device
     width = int(encoder.num_features)  # type: ignore[arg-type]
@@ -467,8 +468,8 @@ def _plain_views(config: Config, pixels: Tensor) -> Tensor:
 
     Args:
         config: The configuration of the run.
-        pixels: The pixels of each row as :func:`decode_rows` returns them, uint8 (n,
-            bytes). Only the image itself is used, not the crops behind it.
+        pixels: The pixels of each row, uint8 (n, bytes): the image as a square (3, S,
+            S), then crops that are not used here.
 
     Returns:
         (n, 3, S, S), on the device of ``pixels``.
@@ -584,7 +585,7 @@ class FeatureCache:
 
     @property
     def path(self) -> str:
-        """The path or URI of the folder with the files of features, for messages."""
+        """The path or URI of the cache's folder, a str that messages show."""
         return self._storage.below(self._job.folder)
 
     def read(self) -> tuple[Tensor, np.ndarray]:
@@ -593,8 +594,9 @@ class FeatureCache:
         A file that is damaged is removed, and a warning is logged.
 
         Returns:
-            Features float32 (N, 1 + V, D), zeros where there are none; and the numbers
-            int64 (n,) of the rows that the cache lacks, ascending.
+            Features float32 (N, 1 + V, D), the evaluation view and V random views of
+            each row, zeros where there are none; and the numbers int64 (n,) of the rows
+            that the cache lacks, ascending.
 
         Raises:
             StorageError: The cache directory cannot be listed.
@@ -640,7 +642,8 @@ class FeatureCache:
 
         Args:
             rows: int64 (n,), numbers of the rows.
-            features: float32 (n, 1 + V, D).
+            features: float32 (n, 1 + V, D), the evaluation view and V random views of
+                each row. Of a row without random views only the first one is written.
 
         Raises:
             StorageError: The file cannot be written.
@@ -725,20 +728,27 @@ def cached_features(
 ) -> tuple[Tensor, list[str | None]]:
     """Return the features of all rows, from a cache or computed now.
 
-    Rows that were encoded are written to the cache every few seconds, also when the
-    computation is stopped, so that it resumes later.
+    Rows that were encoded are written to the cache every few seconds, and also when
+    ``compute`` raises an error, so that a later call encodes only the other rows.
 
     Args:
         cache: The cache of the N rows.
-        compute: Encodes the rows that the cache lacks.
-        on_progress: Called with the number of rows that are done, and of all rows.
+        compute: Encodes the rows that the cache lacks. It is called once with their
+            numbers, int64 (n,) in ascending order, and yields a :class:`Chunk` for some
+            rows at a time. It is not called if the cache has all rows.
+        on_progress: Called with two numbers: the rows that are done, and all N rows.
+            By default nothing is called.
 
     Returns:
-        Features float32 (N, 1 + V, D), and for each row the reason why it cannot be
-        read, or None.
+        Features float32 (N, 1 + V, D) with D numbers for each view: first the
+        evaluation view, then V random views. And for each row the reason why it cannot
+        be read, or None. The features are zeros for such rows, and for the random views
+        of test rows.
 
     Raises:
         StorageError: The cache cannot be read or written.
+        ConfigError: ``compute`` raises it, because the encoder returns numbers that are
+            not finite. Other errors of ``compute`` are passed on, too.
     """
     features, missing = cache.read()
     reasons: list[str | None] = [None] * len(features)
@@ -771,7 +781,8 @@ def _save(cache: FeatureCache, features: Tensor, unsaved: list[np.ndarray]) -> N
 
     Args:
         cache: The cache.
-        features: The features of all rows, float32 (N, 1 + V, D).
+        features: The features of all rows, float32 (N, 1 + V, D), D for the evaluation
+            view and for each of V random views.
         unsaved: Numbers of the rows that are not in the cache yet, int64 arrays. The
             list is emptied.
     """
@@ -785,6 +796,9 @@ def cache_directory(config: Config) -> str:
     """Return the path or URI of the directory in which features are kept.
 
     It is ``compute.cache``, or else the environment variable UNO_CACHE, or else the
-    folder ``uno`` in the user's cache directory.
+    folder ``uno`` in XDG_CACHE_HOME or in ``~/.cache``.
+
+    Args:
+        config: The configuration of the run.
     """
     return normalize_path(config.compute.cache or user_cache())

@@ -85,7 +85,7 @@ def is_transient(error: object) -> bool:
 
 
 def is_uri(path: str) -> bool:
-    """Return whether a path is a URI, which has '://'."""
+    """Return whether a path is a URI: whether it contains '://'."""
     return "://" in path
 
 
@@ -94,6 +94,13 @@ def normalize_path(path: str) -> str:
 
     In a local path a leading ``~`` is expanded, and ``file://`` is removed with its
     percent signs decoded. Another URI only loses slashes at its end.
+
+    Args:
+        path: A local path, or a URI such as ``s3://bucket/folder``.
+
+    Returns:
+        A local path, which may be relative, or a URI that does not begin with
+        ``file://``.
     """
     if path.startswith("file://"):
         path = unquote(urlsplit(path).path, errors="surrogateescape")
@@ -105,6 +112,9 @@ def full_path(path: str) -> str:
     """Return the absolute path of a local path, and a URI unchanged.
 
     The result is valid in processes that run in another directory.
+
+    Args:
+        path: A local path without ``~``, or a URI.
     """
     return path if is_uri(path) else os.path.abspath(path)
 
@@ -146,6 +156,9 @@ def require_regular(path: str | bytes) -> None:
 
     Opening a FIFO, a device or a socket may block forever.
 
+    Args:
+        path: The local path. A link counts as what it leads to.
+
     Raises:
         OSError: It is neither, or does not exist.
     """
@@ -156,6 +169,9 @@ def require_regular(path: str | bytes) -> None:
 
 def kind(path: str) -> str:
     """Return whether a path or URI is a 'file', a 'directory' or 'missing'.
+
+    Args:
+        path: Local path or URI. A special file, such as a device, is 'missing'.
 
     Raises:
         ConfigError: The storage cannot be reached or refuses to answer.
@@ -171,11 +187,14 @@ def kind(path: str) -> str:
 def walk(root: str, follow_links: bool = False) -> Iterator[FileEntry]:
     """Yield the files below ``root`` in the order of their relative paths.
 
-    Hidden files are left out. A link whose target does not exist is a file of size -1.
+    All folders below ``root`` are searched. Hidden files are left out. Links to files
+    and folders inside ``root`` are followed in any case, except that a link to a folder
+    around it is left out, so that loops end. A link whose target does not exist is a
+    file of size -1.
 
     Args:
         root: Local folder or URI.
-        follow_links: Whether a link may lead out of a local ``root``.
+        follow_links: Whether a link may also lead out of a local ``root``.
 
     Raises:
         ConfigError: There are more than MAX_ROWS files, a folder cannot be listed, or a
@@ -322,7 +341,7 @@ def _entries(files: Any, inner: str | bytes) -> list[tuple[str, bool]]:
     In remote storage a folder that does not exist counts as empty.
 
     Args:
-        files: File system, as :func:`locate` returns it.
+        files: A ``pyarrow.fs.FileSystem``, the first result of :func:`locate`.
         inner: Path inside the file system, ``bytes`` for a local folder.
 
     Raises:
@@ -352,6 +371,9 @@ def join(root: str, *parts: str) -> str:
 
 def split(path: str) -> tuple[str, str]:
     """Split the path or URI of a file into its folder and its name.
+
+    Args:
+        path: Local path or URI. A URI may have options, from '?' on.
 
     Returns:
         The folder with the options of a URI, '.' for a local name without a folder; and
@@ -392,6 +414,12 @@ def read_bytes(path: str, max_bytes: int) -> bytes:
 
 def open_binary(path: str) -> BinaryIO:
     """Open a file to read some of its bytes, remote ones through a large buffer.
+
+    Args:
+        path: Local path or URI.
+
+    Returns:
+        A binary stream for reads in any order, which the caller closes.
 
     Raises:
         OSError: There is no such file, it cannot be read, or it is not a regular file.
@@ -462,10 +490,11 @@ def resolver(root: str, follow_links: bool = False) -> Callable[[str], str | Non
         follow_links: Whether a link inside ``root`` may lead to a file outside it.
 
     Returns:
-        A function from a relative path to the full path, which need not exist. The
-        function returns None if '..', an absolute path, a URI or (without
-        ``follow_links``) a link leaves ``root``. The links in the path of a folder are
-        resolved at its first use only.
+        A function from a relative path to the full path, which need not exist. It
+        returns None for a URI, and for a path that leaves ``root`` by '..' or (without
+        ``follow_links``) by a link. An absolute path is accepted if ``root`` is local
+        and it is inside ``root``. Without ``follow_links`` the function remembers where
+        the links of a folder lead: if they change later, it does not notice.
     """
     base = "" if is_uri(root) else os.path.realpath(root).rstrip("/") + "/"
     named = os.path.abspath(root).rstrip("/") + "/"
@@ -497,11 +526,14 @@ def resolver(root: str, follow_links: bool = False) -> Callable[[str], str | Non
 
 
 def stat_of(path: str) -> tuple[int, int]:
-    """Return the size in bytes and the modification time in ns of a file.
+    """Return the size of a file, and when it was last changed.
+
+    Args:
+        path: Local path or URI.
 
     Returns:
-        (-1, 0) for a missing local file; (-1, -1) for a URI, since a request for each
-        file takes too long.
+        Size in bytes and modification time in ns since 1970. (-1, 0) for a missing
+        local file; (-1, -1) for a URI, since a request for each file takes too long.
     """
     try:
         found = None if is_uri(path) else os.stat(path)
@@ -544,6 +576,9 @@ def locate(path: str) -> tuple[Any, Any]:
     """Return the file system of a path or URI, and the path inside it.
 
     URIs of the same scheme, host and options share one connection.
+
+    Args:
+        path: Local path or URI. A URI may have options, from '?' on.
 
     Returns:
         A ``pyarrow.fs.FileSystem``; and the path, ``bytes`` for a local path and
@@ -626,11 +661,14 @@ def wrap_errors(kind: type[UnoError], what: str) -> Iterator[None]:
 def reading(path: str) -> AbstractContextManager[None]:
     """Turn errors of reading inside the ``with`` block into a ConfigError.
 
-    The message is 'cannot read PATH: REASON'. An OSError, UnicodeError or
+    The message is 'cannot read PATH: REASON'. Only an OSError, UnicodeError or
     ArrowException is turned into it.
 
     Args:
         path: What is read, for the message.
+
+    Raises:
+        ConfigError: On leaving the block, if it raises one of these errors.
     """
     return wrap_errors(ConfigError, f"read {path}")
 
@@ -643,7 +681,8 @@ class Storage:
     a StorageError with the path.
 
     Args:
-        root: Local path, which is made absolute, or URI, see :func:`normalize_path`.
+        root: Local path without ``~``, which is made absolute, or URI other than
+            ``file://``. :func:`normalize_path` makes it from what a user writes.
 
     Attributes:
         root: The path of the root inside its file system.
@@ -685,7 +724,14 @@ class Storage:
         return join(self.uri, name) if name else self.uri
 
     def exists(self, name: str = "") -> bool:
-        """Return whether there is a file or directory of this path below the root."""
+        """Return whether there is a file or directory of a name.
+
+        Args:
+            name: Its path below the root; '' for the root itself.
+
+        Raises:
+            StorageError: The storage cannot be reached or refuses to answer.
+        """
         return bool(self._info(name).type != pa.fs.FileType.NotFound)
 
     def list(self, name: str = "") -> list[str]:
@@ -892,6 +938,9 @@ class Storage:
         """Delete a file, or a directory with all that is in it.
 
         Nothing happens if there is none of that name.
+
+        Args:
+            name: Its path below the root.
 
         Raises:
             StorageError: It cannot be deleted.

@@ -27,14 +27,16 @@ def float_vectors(given: Any, what: str) -> Tensor:
 
     Args:
         given: Numbers (N, D), or (N, V, D) with V views of each row: an array, a
-            tensor, nested lists, a table, or a column that holds N arrays.
+            tensor, nested lists, a table of D columns, or a column that holds N arrays.
+            Tables and columns may be of pandas, polars or pyarrow.
         what: The name of the argument, for messages.
 
     Returns:
         float32 (N, V, D) on the CPU. The tensor may share its memory with ``given``.
 
     Raises:
-        ConfigError: ``given`` does not hold such numbers, holds none, or is sparse.
+        ConfigError: ``given`` does not hold such numbers, is empty (N, V or D is 0), or
+            is sparse.
     """
     if hasattr(given, "toarray") and hasattr(given, "nnz"):  # scipy.sparse has both
         raise ConfigError(
@@ -153,8 +155,12 @@ def distinct_ids(ids: Any) -> list[str]:
     Args:
         ids: A list, array, tensor or column of N ids.
 
+    Returns:
+        N different texts.
+
     Raises:
-        ConfigError: ``ids`` is no list or column, lacks an id or repeats one.
+        ConfigError: ``ids`` is no list or column, an id is missing (None, NaN or blank
+            text), or two are equal.
     """
     names = list[str]()
     for row, name in enumerate(values_of(ids, "ids")):

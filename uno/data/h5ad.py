@@ -246,8 +246,10 @@ def format_h5ad(
 def _write_column(frame: Any, name: str, column: Any) -> None:
     """Write a column of a table to HDF5: text as categories, and numbers as they are.
 
+    The attribute of the table that lists its columns is not changed.
+
     Args:
-        frame: The group of the table.
+        frame: The h5py group of the table.
         name: The name of the column.
         column: An Arrow array (N,) of text or floats.
     """

@@ -29,7 +29,8 @@ class ImagePaths:
 
     Args:
         table_folder: Folder or URI of the table.
-        options: How the source is read.
+        options: How the source is read. Paths are relative to its ``image_folder``, or
+            to ``table_folder`` if that is None.
 
     Attributes:
         root: Folder or URI that the paths are relative to.
@@ -152,18 +153,27 @@ def find_images(
     Args:
         source: Name of the source, for errors.
         table_folder: Folder or URI of the table.
-        given: The N values of the column.
-        options: How the source is read.
-        may_lack: Whether a row may have no path; it is then an unreadable image.
-        lines: The line of each of the N rows in the table, if it is a file of text.
-        otherwise: Text that ends errors, with another way to correct the table.
+        given: The N values of the column: texts, and None or '' for a row without a
+            path. A path is relative to the folder ``options.image_folder``, or to
+            ``table_folder`` if that is None. It may also be absolute, begin with
+            ``file://``, or begin with the URI of a remote folder, if it is inside this
+            folder.
+        options: How the source is read. ``image_suffix`` is added to paths that lack
+            it, and ``follow_links`` allows links that lead out of the folder.
+        may_lack: Whether a row may have no path. It is then an unreadable image.
+        lines: The line of each of the N rows in the table, which errors name. None if
+            the table is no file of text.
+        otherwise: Text that is added to the end of error messages about a path, with
+            another way to correct the table, such as "; or ...". '' for none.
 
     Returns:
-        N files. Some may be missing, which are unreadable images.
+        N files. A file that does not exist has the size -1, and its image is
+        unreadable.
 
     Raises:
-        ConfigError: A row has no path, a path leads out of the folder, or none of the
-            files exists (which is not checked in remote storage).
+        ConfigError: A value is no text, a row has no path, a path leads out of the
+            folder, or none of the files exists (which is not checked in remote
+            storage).
     """
     paths_of_table = ImagePaths(table_folder, options)
     parts, row, first = list[Files](), 0, ""

@@ -46,7 +46,8 @@ class MissingImage(bytes):
         reason: Why there is no image, and what to do.
 
     Attributes:
-        reason: As above; it becomes the reason why the image cannot be decoded.
+        reason: Why there is no image, and what to do. Decoding the image raises a
+            :class:`~uno.data.decode.BadImage` with this text.
     """
 
     reason: str
@@ -76,7 +77,13 @@ class Images(Protocol):
             rows: Row numbers, int64 (n,).
 
         Returns:
-            n images. A path is returned for an image in a file, which is not read.
+            n images: encoded bytes, a path or URI, or pixels uint8 (H, W, 3). For an
+            image in a file of its own the path is returned, and the file is not read,
+            so a missing or unreadable file is noticed when it is decoded.
+
+        Raises:
+            ConfigError: A file that holds many images, such as a Parquet file or a tar
+                shard, cannot be read.
         """
         ...
 
@@ -94,21 +101,30 @@ class Images(Protocol):
         return ImageSubset(self, rows)
 
     def split(self, size: int) -> Iterator[Images]:
-        """Yield consecutive images in parts, to be read in order.
+        """Yield all images in parts, one after the other.
 
-        All images can be read in this way with little memory, however many there are.
+        All images can be read in this way with little memory, however many there are,
+        if each part is dropped before the next one is taken.
 
         Args:
-            size: Number of images of each part but the last.
+            size: Number of images of each part; the last one may have fewer.
+
+        Yields:
+            :class:`Images` of consecutive rows, numbered from 0 in each part.
         """
         return self.split_rows(np.arange(len(self)), size)
 
     def split_rows(self, rows: np.ndarray, size: int) -> Iterator[Images]:
-        """Yield the images of some rows in parts, to be read in order.
+        """Yield the images of some rows in parts, in the order of ``rows``.
 
         Args:
             rows: Row numbers, int64 (n,).
-            size: Number of images of each part but the last.
+            size: Number of images of each part; the last one may have fewer.
+
+        Yields:
+            :class:`Images` of the rows of each part, numbered from 0. Images that are
+            stored together may be read when the part is yielded, others when
+            :meth:`read_images` of the part is called.
         """
         for start in range(0, len(rows), size):
             yield self.take(rows[start : start + size])
@@ -182,11 +198,12 @@ class Images(Protocol):
     def reader(self) -> Images | None:
         """Return a small object that reads the same images in another process.
 
-        It can be sent to any node, and reads rows by the numbers that :meth:`numbers`
-        returns.
+        It can be pickled and sent to any node that reaches the same storage. It reads
+        rows by the numbers that :meth:`numbers` returns.
 
         Returns:
-            Images of the whole source, or None if the images themselves must be sent.
+            Images of the whole source. None if there is no such object, so that the
+            images of the rows must be sent, see :func:`to_columns`.
         """
         return None
 
@@ -276,7 +293,19 @@ class ImageSubset(Images):
         return len(self.index)
 
     def read_images(self, rows: np.ndarray) -> list[Image]:
-        """Return the images of some rows int64 (n,) of the subset, in that order."""
+        """Return the images of some rows of the subset, in that order.
+
+        Args:
+            rows: Row numbers in the subset, int64 (n,).
+
+        Returns:
+            n images: encoded bytes, a path or URI, or pixels uint8 (H, W, 3). For an
+            image in a file of its own the path is returned, and the file is not read.
+
+        Raises:
+            ConfigError: A file that holds many images, such as a Parquet file or a tar
+                shard, cannot be read.
+        """
         return self.images.read_images(self.index[rows])
 
     def take(self, rows: np.ndarray) -> ImageSubset:
@@ -288,11 +317,16 @@ class ImageSubset(Images):
         return ImageSubset(self.images, self.index[rows])
 
     def split_rows(self, rows: np.ndarray, size: int) -> Iterator[Images]:
-        """Yield the images of some rows of the subset in parts, to be read in order.
+        """Yield the images of some rows of the subset in parts, in their order.
 
         Args:
             rows: Row numbers in the subset, int64 (n,).
-            size: Number of images of each part but the last.
+            size: Number of images of each part; the last one may have fewer.
+
+        Yields:
+            :class:`Images` of the rows of each part, numbered from 0. Images that are
+            stored together may be read when the part is yielded, others when
+            ``read_images`` of the part is called.
         """
         return self.images.split_rows(self.index[rows], size)
 
@@ -308,7 +342,7 @@ class ImageSubset(Images):
 
     @property
     def is_remote(self) -> bool:
-        """Whether the images of which this is a subset are in remote storage."""
+        """Whether the base images, from which the rows are chosen, are remote."""
         return self.images.is_remote
 
     def reader(self) -> Images | None:
@@ -320,7 +354,12 @@ class ImageSubset(Images):
         return self.images.reader()
 
     def pictures(self) -> Images | None:
-        """Return the images that a report shows for the chosen rows, or None."""
+        """Return the images that a report shows for the chosen rows.
+
+        Returns:
+            Images of these rows in their order, or None if the source has no images to
+            show.
+        """
         pictures = self.images.pictures()
         return None if pictures is None else pictures.take(self.index)
 
@@ -348,11 +387,17 @@ class InMemory(Images):
         return len(self.items)
 
     def read_images(self, rows: np.ndarray) -> list[Image]:
-        """Return the images of some rows int64 (n,), in that order."""
+        """Return the items of some rows int64 (n,), in that order, as they are.
+
+        A path is returned for an image in a file, which is not read.
+        """
         return [self.items[row] for row in rows.tolist()]
 
     def content_keys(self, rows: np.ndarray) -> Iterable[bytes]:
-        """Return the bytes that identify each item, for rows int64 (n,)."""
+        """Return bytes that identify each item of some rows int64 (n,).
+
+        They are the encoded bytes, the path, or the shape and the pixels of an array.
+        """
         return map(content_of, self.read_images(rows))
 
     def times(self, rows: np.ndarray) -> np.ndarray:
@@ -373,7 +418,7 @@ class InMemory(Images):
 
     @property
     def is_remote(self) -> bool:
-        """Whether any image is given as a URI."""
+        """Whether any item is the URI of a file, so that reading takes a request."""
         if isinstance(self.items, np.ndarray):
             return False
         return any(isinstance(item, str) and is_uri(item) for item in self.items)
@@ -419,9 +464,9 @@ class Files(Images):
         return len(self.column)
 
     def read_images(self, rows: np.ndarray) -> list[Image]:
-        """Return the paths of some rows int64 (n,).
+        """Return the paths of some rows int64 (n,), '' for a row without a file.
 
-        The files are read when they are decoded.
+        The files are read when they are decoded. A missing file is noticed then.
         """
         return [
             os.fsdecode(path) for path in self.column.take(pa.array(rows)).to_pylist()
@@ -502,8 +547,8 @@ def spread(
         kinds: Row numbers of each kind of rows, such as labeled and unlabeled ones:
             int64 (n,) each.
         num: Largest number of rows of each kind to choose.
-        labels: Classes of the first kind's rows, int64 (n,). Without them, groups are
-            not checked for being sorted by class.
+        labels: Classes of the first kind's rows, int64 (n,). None if they are not
+            known; groups are then not checked for being sorted by class.
 
     Returns:
         For each kind the positions of the chosen rows in its row numbers, int64. For
@@ -656,8 +701,14 @@ def from_columns(block: pa.Table, reader: Images | None) -> list[Image]:
     """Return the images that :func:`to_columns` sent.
 
     Args:
-        block: A table with the columns of :func:`to_columns`.
-        reader: The result of :meth:`Images.reader` of the images that were sent.
+        block: A table with the columns that :func:`to_columns` returns: 'number', or
+            'image' and 'shape'.
+        reader: The result of :meth:`Images.reader` of the images that were sent. It is
+            None if the images themselves were sent, in 'image' and 'shape'.
+
+    Returns:
+        The images in the order of the table: encoded bytes, full paths, or pixels uint8
+        (H, W, 3).
     """
     if reader is not None:
         return reader.read_images(block["number"].to_numpy())

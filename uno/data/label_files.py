@@ -367,11 +367,12 @@ def _answers_of_fiftyone(samples: Sequence[Mapping[str, Any]]) -> Answers:
         samples: The samples in ``samples.json``, one object for each image.
 
     Yields:
-        Pairs of the id or path of an image, and its label.
+        Pairs of an image and its label. The image is named by the ``image_id`` of its
+        label, which our export writes, or else by the ``filepath`` of the sample.
 
     Raises:
-        ValueError: Samples have several fields with a class, and none is
-            ``ground_truth``.
+        ValueError: A sample has several fields of FiftyOne's type ``Classification``,
+            and none is ``ground_truth``.
     """
     for sample in samples:
         fields = {

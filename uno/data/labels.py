@@ -45,8 +45,8 @@ def encode_labels(
         name_row: Returns how error messages name a row, given its number.
 
     Returns:
-        The labels as :mod:`uno.data.columns` describes them, a dictionary array (N,)
-        with the classes in the order of their first rows.
+        The labels, a dictionary array (N,) with the names of the classes in the order
+        of their first rows, and null for a row without a label.
 
     Raises:
         ConfigError: A label is neither a name nor a whole number, or has no name in
@@ -81,16 +81,20 @@ def encode_column(
 ) -> pa.DictionaryArray:
     """Return the class of every row of an Arrow column of labels.
 
-    Text, booleans and whole numbers are classes, by the rule of :func:`encode_labels`.
+    Text, booleans and whole numbers are classes, by the rule of :func:`encode_labels`:
+    0 and 0.0 are both ``0``, and null, NaN, blank text or a negative number is no
+    label.
 
     Args:
         source: The source, as error messages name it.
         column: An Arrow array or chunked array of N labels.
-        declared: Names of the classes 0, 1, ... if the source's metadata has them.
+        declared: Names of the classes 0, 1, ... if the source's metadata has them. They
+            replace labels that are numbers, not labels that are text. Empty if there
+            are none.
 
     Returns:
-        The labels as :mod:`uno.data.columns` describes them, a dictionary array (N,)
-        with the classes in the order of their first rows.
+        The labels, a dictionary array (N,) with the names of the classes in the order
+        of their first rows, and null for a row without a label.
 
     Raises:
         ConfigError: The column holds neither text nor numbers nor booleans, or one of
@@ -126,17 +130,25 @@ def _to_labels(
 
     Args:
         source: The source, as error messages name it.
-        distinct: The distinct values of the labels.
+        distinct: The distinct values of the labels. Text is the name of a class, True
+            and False are classes of these names, and whole numbers are classes: 0 and
+            0.0 are both ``0``. If all values are numbers or the text of numbers, text
+            is read as a number. A missing value or a negative number is no label.
         indices: The position in ``distinct`` of each row's label, an Arrow array (N,);
             null if the row has no label.
-        declared: Names of the classes 0, 1, ..., empty if the source declares none.
+        declared: The names of the classes 0, 1, ..., which replace labels that are
+            numbers, but not text. Empty if the source declares none; the name of class
+            0 is then ``0``.
         name_row: Returns how error messages name a row, given its number.
 
     Returns:
-        The labels. Values that name the same class, such as 0 and 0.0, are joined.
+        The labels, a dictionary array (N,) with null for a row without a label. Values
+        that name the same class, such as 0 and 0.0, are joined.
 
     Raises:
-        ConfigError: A value is no label. The message names the first row that has it.
+        ConfigError: A value is a fraction, infinite, or neither text nor a number nor a
+            boolean; or it is a number that has no name in ``declared``, although names
+            are declared. The message names the first row that has it.
     """
     given = [value for value in distinct if not is_missing(value)]
     reads_text = all(

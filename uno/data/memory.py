@@ -44,7 +44,7 @@ class RowBlocks:
         blocks: Tensors (n, ...) that hold the rows one after the other: pixels of
             images uint8 (n, 3, S, S), or features. There is at least one.
         place: For each of the N rows its number, counted over all blocks, int64 (N,).
-            By default each row of the blocks once, in order.
+            None for each row of the blocks once, in order.
     """
 
     def __init__(self, blocks: Sequence[Tensor], place: Tensor | None = None) -> None:
@@ -97,11 +97,18 @@ class RowBlocks:
         return values
 
     def split(self, size: int) -> Iterator[Tensor]:
-        """Yield all rows as tensors of at most ``size`` rows."""
+        """Yield all rows in order, as tensors (n, ...) of at most ``size`` rows."""
         return (self[i : i + size] for i in range(0, len(self), size))
 
     def to(self, device: torch.device | str) -> Tensor | RowBlocks:
-        """Return all rows as a tensor on ``device``; for the CPU, nothing is copied."""
+        """Copy all rows to another device, some at a time.
+
+        Args:
+            device: The device.
+
+        Returns:
+            A tensor (N, ...) on ``device``. For the CPU it is this object itself.
+        """
         if torch.device(device).type == "cpu":
             return self
         values = torch.empty(self.shape, dtype=self._blocks[0].dtype, device=device)
@@ -132,7 +139,14 @@ class DecodedImages(ImageSubset):
     def of(
         cls, images: Images, values: RowBlocks, reasons: Sequence[str | None]
     ) -> DecodedImages:
-        """Add decoded pixels or features to all rows of ``images``."""
+        """Add decoded pixels or features to all N rows of ``images``.
+
+        Args:
+            images: The images.
+            values: Pixels uint8 (N, 3, S, S), or features (N, D).
+            reasons: For each row the reason why it is unreadable, or None if it is
+                readable.
+        """
         return cls(images, np.arange(len(images)), values, reasons)
 
     def take(self, rows: np.ndarray) -> ImageSubset:
@@ -140,7 +154,12 @@ class DecodedImages(ImageSubset):
         return ImageSubset(self, rows)
 
     def split_rows(self, rows: np.ndarray, size: int) -> Iterator[Images]:
-        """Yield some rows in parts of ``size`` rows, with their pixels or features."""
+        """Yield some rows in parts, with their pixels or features.
+
+        Args:
+            rows: Row numbers, int64 (n,).
+            size: Number of rows of each part; the last one may have fewer.
+        """
         return Images.split_rows(self, rows, size)
 
     def prepared(self, rows: np.ndarray) -> tuple[Tensor, list[str | None]]:
@@ -227,19 +246,20 @@ class TrainSet:
         """Divide a sample of rows into batches, and return how they are read.
 
         Args:
-            chosen: Positions of labeled and of unlabeled rows, as :meth:`choose_rows`
-                returns them.
+            chosen: Two arrays int64 that :meth:`choose_rows` returns: positions among
+                the labeled rows, and positions among the unlabeled rows.
             batch_size: The largest number of rows of a batch.
 
         Returns:
-            For each batch the positions of its rows in the sample, in which the labeled
-            rows come first; and the function that reads batches.
+            For each batch the positions of its rows in the sample, int64 (b,), in which
+            the labeled rows come first; and the function that reads batches, see
+            :data:`Read`.
         """
         images = self.labeled_images, self.unlabeled_images
         return plan_reading([*zip(images, chosen, strict=True)], batch_size)
 
     def sync(self) -> None:
-        """Do nothing. Streamed sets exchange here which images are unreadable.
+        """Do nothing. In streamed sets the workers exchange unreadable rows here.
 
         Unreadable images of a set in memory were left out before training.
         """
@@ -276,7 +296,10 @@ class EvalRows:
 
 @dataclass(frozen=True, eq=False)
 class EvalSet(EvalRows):
-    """Rows with a true class, in memory.
+    """N rows with a true class, in memory.
+
+    It also has the attributes ``truth``, ``index`` and ``unlabeled`` of
+    :class:`EvalRows`.
 
     Attributes:
         images: Images uint8 (M, 3, S, S), or features float32 (M, D), of all M rows of
@@ -319,7 +342,8 @@ class EvalSet(EvalRows):
         """Divide a sample of rows into batches, and return how they are read.
 
         Args:
-            chosen: Positions of rows, as :meth:`choose_rows` returns them.
+            chosen: A list of one array int64, the positions of the chosen rows, which
+                :meth:`choose_rows` returns.
             batch_size: The largest number of rows of a batch.
 
         Returns:
@@ -384,8 +408,9 @@ def keep_pixels(
 
     Args:
         task: All N rows of the run.
-        images: Pixels uint8 (N, 3, S, S); or features (N, 1 + V, D), of which the first
-            view is kept, the one for evaluation.
+        images: Pixels uint8 (N, 3, S, S); or features (N, 1 + V, D) of an evaluation
+            view and V random views, of which only the first is kept. A
+            :class:`RowBlocks` has pixels, or features (N, D), and is kept as it is.
         reasons: For each row the reason why it is unreadable, or None.
 
     Returns:
@@ -405,9 +430,14 @@ def assemble(task: Task, images: Tensor, ok: np.ndarray) -> TrainSet:
     """Make the training set in memory from the pixels or features of all rows.
 
     Args:
-        task: All N rows of the run.
-        images: Pixels uint8 (N, 3, S, S), or features float32 (N, 1 + V, D).
+        task: All N rows of the run, training and test rows.
+        images: Pixels uint8 (N, 3, S, S) of squares of side S; or features float32 (N,
+            1 + V, D) of a frozen encoder, D for each view: the evaluation view first,
+            then V random views.
         ok: Whether each row is readable, bool (N,). Other rows are left out.
+
+    Returns:
+        The training rows of the task that are readable. Test rows are not in it.
     """
     return train_set(RowBlocks([images]), **train_rows(task, ok))
 
@@ -444,8 +474,8 @@ def eval_sets(task: Task, images: Tensor, ok: np.ndarray) -> dict[str, EvalSet]:
 
     Args:
         task: All N rows of the run.
-        images: Pixels uint8 (N, 3, S, S), or features float32 (N, 1 + V, D), of which
-            the first view is evaluated.
+        images: Pixels uint8 (N, 3, S, S), or features float32 (N, 1 + V, D) of an
+            evaluation view and V random views, of which the first is evaluated.
         ok: Whether each row is readable, bool (N,). Other rows are left out.
 
     Returns:
@@ -599,7 +629,13 @@ class MemoryBatches:
 
         The noise of a number is normal. Its standard deviation is
         ``augment.vector_noise`` times the one of this number over the training rows.
-        The arguments are those of :meth:`_augment_images`.
+
+        Args:
+            labeled: Numbers among the labeled rows, int64 (b_l,).
+            unlabeled: Numbers among the unlabeled rows, int64 (b_u,).
+            positions: Positions of these rows in the global batch, labeled ones first:
+                int64 (b_l + b_u,).
+            generator: Draws the noise of the global batch.
 
         Returns:
             ``augment.large.num_views`` tensors (b_l + b_u, D).
@@ -623,8 +659,8 @@ def spread_of_features(train: TrainSet) -> Tensor:
     The noise that is added to embeddings as an augmentation is a multiple of it.
 
     Args:
-        train: A training set of features (N, 1 + V, D), of which the first view is
-            used.
+        train: A training set of features (N, 1 + V, D). Of its views only the first,
+            for evaluation, is used.
 
     Returns:
         float32 (D,), on the device of the set.

@@ -37,7 +37,8 @@ def holds_output(
         storage: The directory, or one above it.
         mark: Path below ``storage`` of the file that every such output has.
         what: What the output is called in messages, such as "run".
-        also: Names of files that a command may write before the mark.
+        also: Names of files that a command may write before the mark. By default there
+            are none.
 
     Returns:
         True if the mark is there. False if the directory holds no more than files in
@@ -207,6 +208,9 @@ def read_mapping(storage: Storage, name: str) -> dict[str, Any] | None:
 
 def parse_mapping(data: bytes | str) -> dict[str, Any] | None:
     """Parse a JSON object to a dict.
+
+    Args:
+        data: The JSON text, as bytes in UTF-8 or as str.
 
     Returns:
         The dict, or None if the data is no JSON, or JSON of another type.

@@ -243,8 +243,11 @@ def pack(
             and options has begun.
         shard_bytes: The size of a shard in bytes. A shard ends with the row group that
             reaches this size.
-        store: Writes the shards that are missing.
-        on_progress: Is called with the number of rows that are done, and with N.
+        store: Writes the shards that are missing, for example what
+            :func:`store_local` returns. It is called with the directory, all rows and
+            the shards to write, and yields a :class:`Shard` for each.
+        on_progress: Is called with the number of rows that are done, and with N. By
+            default nothing is called.
 
     Returns:
         The numbers of rows and shards.

@@ -138,10 +138,13 @@ class ParquetImages(Images):
         return int(self._starts[-1])
 
     def read_images(self, rows: np.ndarray) -> list[Image]:
-        """Return the images of ``rows``, int64 (n,), in that order.
+        """Return the images of ``rows``, int64 (n,), in that order, as encoded bytes.
 
         Every row group is read once. If only some of its rows are needed, the row group
-        is kept for the next call.
+        is kept for the next call. A row without bytes has empty bytes.
+
+        Raises:
+            ConfigError: A file is damaged or cannot be read.
         """
         groups, found = self.groups(rows), [b""] * len(rows)  # type: np.ndarray, list[Image]
         for group in map(int, np.unique(groups)):
@@ -162,20 +165,30 @@ class ParquetImages(Images):
             group: Number of the row group, counted over all files.
 
         Returns:
-            An Arrow array.
+            An Arrow array of the column's type: bytes or struct<bytes, path>.
+
+        Raises:
+            ConfigError: The file is damaged or cannot be read.
         """
         shard, number = self._groups[group]
         return shard.read([self.column], number)[self.column].combine_chunks()
 
     def split_rows(self, rows: np.ndarray, size: int) -> Iterator[Images]:
-        """Yield the images of some rows in parts.
+        """Yield the images of some rows in parts, in the order of ``rows``.
 
         A row group is read a few hundred rows at a time if ``rows`` ascend, so that
-        it may be larger than the memory.
+        it may be larger than the memory. The images of a part are then read when the
+        part is yielded, otherwise when its method ``read_images`` is called.
 
         Args:
             rows: Row numbers, int64 (n,).
-            size: Number of images of each part but the last.
+            size: Number of images of each part; the last one may have fewer.
+
+        Yields:
+            :class:`~uno.data.images.Images` of each part.
+
+        Raises:
+            ConfigError: A file is damaged or cannot be read.
         """
         if (np.diff(rows) < 0).any():
             yield from super().split_rows(rows, size)
@@ -218,7 +231,10 @@ class ParquetImages(Images):
             group: Number of the row group, counted over all files.
 
         Returns:
-            An Arrow array.
+            An Arrow array of the column's type: bytes or struct<bytes, path>.
+
+        Raises:
+            ConfigError: The file is damaged or cannot be read.
         """
         with self._lock:
             future = self._recent.get(group)
@@ -283,7 +299,7 @@ class ParquetImages(Images):
         return self._times[self.groups(rows)]
 
     def paths(self, rows: np.ndarray) -> list[str | None]:
-        """Return None for each row, because no image is a file of its own."""
+        """Return None for each of ``rows``, because no image is a file of its own."""
         return [None] * len(rows)
 
     @property
@@ -292,7 +308,10 @@ class ParquetImages(Images):
         return any(filesystem.is_uri(shard.path) for shard in self.shards)
 
     def reader(self) -> ParquetImages:
-        """Return this object, because any node can read the files."""
+        """Return the object that another process reads these images with: this one.
+
+        Any node can read the files.
+        """
         return self
 
 
@@ -344,7 +363,7 @@ class ParquetShard:
         """Read some columns.
 
         Args:
-            columns: Names of the columns.
+            columns: Names of the columns. A name that the file lacks is ignored.
             group: Number of the row group to read, None for the whole file.
 
         Returns:
@@ -403,11 +422,14 @@ class ParquetShard:
             return sum(c.total_compressed_size for c in own)
 
     def holds_only_paths(self, column: str) -> bool:
-        """Return whether no row of a column has bytes, by the statistics of the file.
+        """Return whether ``bytes`` is null in all rows of a column of images.
+
+        The number of nulls in the statistics of the file's footer tells it. The result
+        is False for a file without them, and for one without rows.
 
         Args:
             column: Name of a column struct<bytes, path>. The result is False for a
-                column of another type, and for a file without statistics.
+                column of another type, and for a name that the file lacks.
         """
         num_nulls = 0
         with self.errors():
@@ -494,7 +516,8 @@ def _without_bytes(path: str | None) -> str:
     """Return the reason why a row has no image, and what to do, for messages.
 
     Args:
-        path: The path of the row in a column struct<bytes, path>, if it has one.
+        path: The path of the row in a column struct<bytes, path>; None or '' if it has
+            none, too.
     """
     has = f"only the path {one_line(path)[:200]}" if path else "and no path"
     return (
@@ -528,7 +551,8 @@ def json_at(text: str | bytes, *names: str) -> Any:
         *names: The keys that lead to the value, from the outermost object on.
 
     Returns:
-        The value, None if there is none or the text is no JSON.
+        The value, None if there is none or the text is no JSON. A value null is None,
+        too.
     """
     try:
         value = filesystem.parse_json(text)

@@ -209,10 +209,14 @@ class Rows:
         return rows
 
     def with_composed_names(self) -> Rows:
-        """Return the rows with class names in one Unicode normalization (NFC).
+        """Return the rows with class names in one Unicode form (NFC).
 
-        Classes with names that differ in the normalization only become one class, which
-        the notes of the result say.
+        The same letter, such as é, can be one or two characters in Unicode. Classes
+        with names that differ only so become one class, and a note of the result names
+        them.
+
+        Returns:
+            A copy of the rows, or this object itself if all names are in this form.
         """
         columns = {"labels": self.labels, "eval_labels": self.eval_labels}
         given = {name: column for name, column in columns.items() if column is not None}
@@ -260,10 +264,14 @@ class Rows:
         return self.ids.take(rows).cast(pa.string())
 
     def name_of(self, row: int) -> str:
-        """Return the text by which messages name a row, see :func:`name_row`.
+        """Return the text by which messages name a row.
 
         Args:
             row: The number of the row.
+
+        Returns:
+            The id of the row, followed by the path of its image in brackets if it is in
+            a file and the path does not end with the id.
         """
         (path,) = self.images.paths(np.array([row]))
         return name_row(str(self.ids[row]), path)

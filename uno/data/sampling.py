@@ -258,7 +258,7 @@ def epoch_indices(
         groups: For each row the group in which it is stored, int64 (N,). The
             permutations are then those of :func:`by_windows`. None for plain
             permutations.
-        window_rows: The number of rows in a window, if there are groups.
+        window_rows: If there are groups, about how many rows are shuffled together.
 
     Returns:
         Row numbers, int64 (rows_needed,).
@@ -308,8 +308,11 @@ def augment_generator(seed: int, stream: int, step: int) -> torch.Generator:
     Args:
         seed: Seed of the run.
         stream: The number that keeps the random numbers of a phase apart from
-            those of other phases, see :class:`Plan`.
-        step: Number of the batch, from 0.
+            those of other phases, such as ``Plan.stream``.
+        step: Number of the batch in the phase, from 0.
+
+    Returns:
+        A new generator on the CPU, which depends on the three numbers only.
     """
     seeds = np.random.SeedSequence([seed, AUGMENT, stream, step])
     return torch.Generator().manual_seed(int(seeds.generate_state(1, np.uint64)[0]))
@@ -328,7 +331,8 @@ class Order:
         world_size: W, the number of workers.
         groups: The group in which each labeled and each unlabeled row is stored, int64
             (N_l,) and (N_u,); None if rows are read one by one.
-        window_rows: The number of rows in a window, see :func:`by_windows`.
+        window_rows: If there are groups, about how many rows are shuffled together, see
+            :func:`by_windows`.
 
     Attributes:
         positions: Positions of this worker's rows in every global batch, labeled ones

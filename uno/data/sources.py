@@ -419,9 +419,10 @@ def read_two_folders(labeled: str, unlabeled: str, follow_links: bool = False) -
     """Read the images of a folder of known classes and of a folder without labels.
 
     Args:
-        labeled: Folder with one subfolder of images for each known class. The prefixes
-            ``classes:`` and ``splits:`` force how its subfolders are read, as in
-            ``--data``.
+        labeled: Folder with one subfolder of images for each known class. With the
+            prefix ``classes:`` all its subfolders are classes, even one called train;
+            with ``splits:`` the subfolders of ``train/`` and of other splits are.
+            Without a prefix its content decides.
         unlabeled: Folder whose images have no label, wherever they are below it.
         follow_links: Whether links out of the folders are followed.
 
@@ -546,7 +547,12 @@ def imagenet_wnids(file: str) -> list[str]:
     """Return the class ids of ImageNet (wnids) in one of the package's lists.
 
     Args:
-        file: Name of the list, such as "held_out_118" or "novel_30_A".
+        file: Name of the list without an ending: "held_out_118", the classes that are
+            not known in the benchmark; or "novel_30_A", "novel_30_B" or "novel_30_C",
+            the novel classes of its splits.
+
+    Returns:
+        Names such as "n01440764", in the order of the list.
     """
     return (
         (resources.files("uno.data") / "imagenet_splits" / f"{file}.txt")

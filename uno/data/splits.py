@@ -67,7 +67,10 @@ class Task:
 
     @property
     def label_names(self) -> pa.Array:
-        """The label of each row that training may see, strings (N,), or null."""
+        """The label that training may see of each row: an Arrow array (N,) of strings.
+
+        The value of a row is null if training sees no label of it.
+        """
         index = pa.array(self.labels, mask=self.labels < 0)
         return pa.array(self.known, pa.string()).take(index)
 

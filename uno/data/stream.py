@@ -159,7 +159,8 @@ class StreamSet:
         unlabeled: Row numbers of the unlabeled training rows, int64 (N_u,).
         num_known: C_l, the number of known classes.
         num_novel: C_u, the number of novel classes.
-        crop: Crops the rows of a job in order, in this process or by Ray.
+        crop: Takes a :class:`CropJob` and yields the cropped views of its rows in
+            order, some rows at a time (:data:`Chunk`), from this process or from Ray.
         device: The device of the batches.
     """
 
@@ -210,7 +211,8 @@ class StreamSet:
 
         Args:
             num: The largest number of rows of each kind, if it is less than
-                :data:`MAX_SAMPLE_ROWS`.
+                :data:`MAX_SAMPLE_ROWS`. There may be a few more labeled rows, so that
+                rare classes are in the sample.
 
         Returns:
             Two arrays int64: positions among the labeled rows, and positions among the
@@ -225,8 +227,8 @@ class StreamSet:
         """Divide a sample of rows into batches, and return how they are decoded.
 
         Args:
-            chosen: Positions of labeled and of unlabeled rows, as :meth:`choose_rows`
-                returns them.
+            chosen: Two arrays int64 that :meth:`choose_rows` returns: positions among
+                the labeled rows, and positions among the unlabeled rows.
             batch_size: The largest number of rows of a batch.
 
         Returns:
@@ -268,8 +270,9 @@ def stream_here(config: Config, source: StreamedImages, **rows: Any) -> StreamSe
     Args:
         config: The configuration of the run.
         source: The images of all rows of the run.
-        **rows: The fields that :func:`~uno.data.splits.train_rows` returns: the numbers
-            of labeled and unlabeled rows, labels, and the numbers of classes.
+        **rows: The fields that :func:`~uno.data.splits.train_rows` returns:
+            ``labeled`` and ``unlabeled`` (row numbers), ``labels`` (of labeled rows),
+            ``num_known`` and ``num_novel`` (numbers of classes).
     """
     threads = config.compute.threads or available_cpus()
     return StreamSet(source, **rows, crop=partial(crop_local, threads=threads))
@@ -278,8 +281,9 @@ def stream_here(config: Config, source: StreamedImages, **rows: Any) -> StreamSe
 class StreamBatches:
     """The batches of a phase from images that are not in memory, for one worker.
 
-    Calling an object with a step returns the batch of this step, as
-    :class:`~uno.data.memory.MemoryBatches`. The first call starts to crop the rows of
+    Calling an object with the number of a step returns the
+    :class:`~uno.data.sampling.Batch` of this step: views of this worker's labeled and
+    unlabeled rows, and the labels. The first call starts to crop the rows of
     this and the following steps ahead. A call with another step than the next one
     starts anew from there.
 
@@ -436,8 +440,8 @@ def replacement_rows(ok: np.ndarray, num_labeled: int) -> np.ndarray | None:
     """Choose a readable row for each position of a batch.
 
     A readable row stays at its position. An unreadable one is replaced by the next
-    readable row of its kind, labeled or unlabeled, and after the last row by the first
-    one.
+    readable row of its kind, labeled or unlabeled. If no readable row of its kind
+    follows, it is replaced by the first readable one of its kind.
 
     Args:
         ok: Whether each row is readable, bool (B,).
@@ -578,6 +582,9 @@ def window_rows(images: Images) -> int:
     It is about :data:`WINDOW_BYTES` divided by the mean stored size of an image, at
     least 1 and at most :data:`MAX_WINDOW_ROWS`, see
     :func:`~uno.data.sampling.by_windows`.
+
+    Args:
+        images: All images of the source, at least one.
     """
     num, parts = len(images), range(0, len(images), SIZES_AT_ONCE)
     total = sum(
@@ -649,7 +656,10 @@ def _with_images(job: CropJob) -> Iterator[tuple[np.ndarray, np.ndarray, Images]
 
 @dataclass(frozen=True, eq=False)
 class StreamedEvalSet(EvalRows):
-    """Rows with a true class, decoded when they are evaluated.
+    """N rows with a true class, decoded when they are evaluated.
+
+    It has the methods of :class:`~uno.data.memory.EvalSet`, and the attributes
+    ``truth``, ``index`` and ``unlabeled`` of :class:`~uno.data.memory.EvalRows`.
 
     Attributes:
         source: The images of all rows of the run.
@@ -662,15 +672,17 @@ class StreamedEvalSet(EvalRows):
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the rows of one worker as batches, each row once.
 
-        Unreadable rows are left out and added to ``source.bad``.
+        Unreadable rows are left out. They are added to ``bad`` of the attribute
+        ``source``, which collects the unreadable rows of the run.
 
         Args:
             batch_size: The largest number of rows in a batch.
-            rank: Number of the worker. It gets a contiguous share of the rows.
+            rank: Number of the worker, from 0. It gets a contiguous share of the rows.
             world_size: The number of workers.
 
         Yields:
-            Images uint8 (b, 3, S, S), and true classes int64 (b,).
+            Images uint8 (b, 3, S, S), and true classes int64 (b,), indices among the
+            known and novel classes. Every row of this set has a true class.
         """
         own, truth = (
             rows.tensor_split(world_size)[rank] for rows in (self.index, self.truth)
@@ -696,7 +708,7 @@ class StreamedEvalSet(EvalRows):
         :func:`~uno.data.images.spread`.
 
         Args:
-            num: The largest number of rows, if it is less than :data:`MAX_SAMPLE_ROWS`.
+            num: The largest number of rows. At most :data:`MAX_SAMPLE_ROWS` are chosen.
 
         Returns:
             A list of one array: the positions of the chosen rows, int64.
@@ -710,7 +722,8 @@ class StreamedEvalSet(EvalRows):
         """Divide a sample of rows into batches, and return how they are decoded.
 
         Args:
-            chosen: Positions of rows, as :meth:`choose_rows` returns them.
+            chosen: A list of one array int64, the positions of the chosen rows, which
+                :meth:`choose_rows` returns.
             batch_size: The largest number of rows of a batch.
 
         Returns:
@@ -729,7 +742,8 @@ def decoded_rows(batch_size: int, side: int) -> int:
         side: The side of the decoded images in pixels.
 
     Returns:
-        ``batch_size``, or fewer if its pixels had more than :data:`EVAL_BYTES`.
+        ``batch_size``; or as many images as have at most :data:`EVAL_BYTES` of pixels,
+        if that is less, but at least 1.
     """
     return max(1, min(batch_size, EVAL_BYTES // (3 * side**2)))
 

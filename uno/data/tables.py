@@ -62,11 +62,14 @@ def read_parquet(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
 
     Args:
         path: Path or URI of the file or folder.
-        options: How the source is read.
+        options: How the source is read. If the column of images holds paths, they are
+            relative to ``image_folder``, or to the folder of the source if that is
+            None.
 
     Raises:
-        ConfigError: There is no such file; the files are damaged, not a whole pack, or
-            do not have the same columns; or a column cannot be used.
+        ConfigError: There is no such file; the files are damaged, are the shards of an
+            unfinished ``uno data pack``, or do not have the same columns; or a column
+            cannot be used.
     """
     source, (root, files) = f"parquet:{path}", parquet_files(path, options.follow_links)
     refuse_partitions(source, files, options)
@@ -343,17 +346,23 @@ def check_names(path: str, columns: Iterable[str], options: ReadOptions) -> None
 
 
 def read_table(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
-    """Read a .csv or .jsonl file with one image a row.
+    """Read a .csv, .tsv or .jsonl file with one image a row.
 
     The columns are path (or image) and, where present, id, label, split and eval_label.
-    An empty label is none.
+    A path is relative to ``options.image_folder``, or to the folder of the table if
+    that is None. A row without an id is called row-NUMBER, from 0. A row with an empty
+    label is unlabeled. The split is train or test; val, valid and validation count as
+    test, and an empty value as train. The column eval_label holds true classes, which
+    only evaluation reads.
 
     Args:
         path: Local path or URI of the table.
-        options: How the source is read.
+        options: How the source is read. Its ``columns`` give the names in the table
+            that differ from those above.
 
     Raises:
-        ConfigError: The file is no such table, or its images are not there.
+        ConfigError: The file is no such table, a value cannot be used, or none of its
+            images is there.
     """
     root, _ = filesystem.split(path)
     table = read_text_table(path)
@@ -372,7 +381,8 @@ def rows_of_table(
     Args:
         source: Name of the source, for errors.
         path: Path of the table, for errors.
-        root: Folder or URI that image paths are relative to.
+        root: Folder or URI of the table. Image paths are relative to it, unless
+            ``options.image_folder`` names another folder.
         table: The content of the table.
         options: How the source is read.
 
@@ -448,11 +458,15 @@ LIKELY_LABELS = re.compile(
 
 
 def need_of_images(columns: Sequence[str], ours: Sequence[str]) -> str:
-    """Return the end of the error line of a table without a column of images.
+    """Return what a table without a column of images needs, for an error message.
 
     Args:
-        columns: The names of the columns that it has.
+        columns: The names of the columns that the table has.
         ours: The names that a column of images may have.
+
+    Returns:
+        The text that follows "TABLE: " in the message, such as "needs a column path or
+        image, or --data.columns image=file; it has file, label".
     """
     likely = next(
         (name for name in columns if name and LIKELY_IMAGES.fullmatch(name)), "NAME"

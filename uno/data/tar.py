@@ -70,6 +70,9 @@ class TarImages(Images):
 
         Neighboring images are read in one piece. An image that is larger than
         ``MAX_IMAGE_BYTES`` is cut to one byte more, so that decoding refuses it.
+
+        Raises:
+            ConfigError: A shard cannot be read.
         """
         shard, start = self.shard[rows], self.offset[rows]
         # an image that is too large is refused later, so not all of it is read
@@ -116,7 +119,7 @@ class TarImages(Images):
         return self.shard_times[self.shard[rows]]
 
     def paths(self, rows: np.ndarray) -> list[str | None]:
-        """Return None for each row, because no image is a file of its own."""
+        """Return None for each of ``rows``, because no image is a file of its own."""
         return [None] * len(rows)
 
     @property
@@ -125,15 +128,18 @@ class TarImages(Images):
         return any(map(is_uri, self.shards))
 
     def reader(self) -> TarImages:
-        """Return this object, because any node can read the shards."""
+        """Return the object that another process reads these images with: this one.
+
+        Any node can read the shards.
+        """
         return self
 
     @cached_property
     def _pieces(self) -> np.ndarray:
         """The span of a shard that each image begins in, int64 (N,).
 
-        A span is a part of :data:`SPAN_BYTES` bytes. Spans are numbered over all
-        shards.
+        Every shard is divided into spans of :data:`SPAN_BYTES` bytes. The spans in
+        which an image begins are numbered over all shards, from 0.
         """
         places = np.stack([self.shard, self.offset // SPAN_BYTES])
         return np.unique(places, axis=1, return_inverse=True)[1].reshape(-1)
@@ -145,21 +151,27 @@ def read_tar(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
     The members of one shard that have one key are a row, and its id is SHARD#KEY. The
     key is the name without the suffix of an image or label: ``cam 2.1_003`` of
     ``cam 2.1_003.png``. The class is the text of KEY.cls, else ``label``, ``cls`` or
-    ``class`` of KEY.json, by the rule of :func:`~uno.data.labels.encode_labels`. The
-    split is what the name or folder of a shard says (train, test, val), else train. A
-    member that is a link or sparse is an unreadable image.
+    ``class`` of KEY.json. It is a name or a whole number; 0 and 0.0 are both ``0``, and
+    a negative number, null or blank text is no label (see
+    :func:`~uno.data.labels.encode_labels`). The split is what the name or folder of a
+    shard says, else train; val, valid and validation count as test. A member that is a
+    link, or a sparse file (one that tar stores without its zeros), is an unreadable
+    image.
 
-    WebDataset itself ends a key at the first dot. So ``3.mask.png`` is another field of
-    the row ``3`` and no row of its own if ``3.png`` is there and no label belongs to
-    ``3.mask.png``. A warning counts such images, and labels that have no image.
+    WebDataset itself ends a key at the first dot, so that ``3.mask.png`` belongs to the
+    row ``3``. Here such an image is left out if ``3.png`` is in the same shard and no
+    label ``3.mask.cls`` or ``3.mask.json`` is there. Otherwise it is a row of its own,
+    with the key ``3.mask``. A warning counts the images that are left out, and the
+    labels that have no image.
 
     Args:
-        path: A folder, a file, or a pattern with ``*``, ``{000..009}`` or ``{a,b}``.
-        options: How the source is read.
+        path: A path or URI of a folder or a file, or a pattern with ``*``,
+            ``{000..009}`` or ``{a,b}``.
+        options: How the source is read. With ``images_only`` labels are not read.
 
     Raises:
         ConfigError: There is no such file or no image, a file is compressed or no tar
-            file, a label is neither a name nor a whole number, or it is not clear which
+            file, a label is another value than those above, or it is not clear which
             image a label belongs to.
     """
     source, shards = f"tar:{path}", find_shards(path, options.follow_links)
@@ -226,11 +238,16 @@ def _decode_labels(texts: Any) -> list[Any]:
 def _list_warnings(found: Mapping[str, ShardContent]) -> list[str]:
     """Return warnings about labels without an image, and about images left out.
 
+    An image such as ``3.mask.png`` is left out if it has no label of its own and
+    ``3.png`` is in the same shard. It is then another field of the row ``3``, because
+    WebDataset ends a key at the first dot.
+
     Args:
         found: The content of each shard by its name.
 
     Returns:
-        At most one line for each of the two.
+        Up to two lines: one if there are labels without an image, and one if images are
+        left out.
     """
     lines = []
     lost = [(s, name) for s in found for name in found[s].lost_labels.values()]
@@ -386,8 +403,14 @@ def expand_braces(pattern: str) -> list[str]:
 
     ``{000..009}`` stands for the numbers from 000 to 009, and ``{a,b}`` for a and b.
 
+    Args:
+        pattern: A path or URI with any number of braces, which are not nested.
+
+    Returns:
+        The names in order. They need not exist. A pattern without braces gives itself.
+
     Raises:
-        ConfigError: These are more than :data:`MAX_SHARDS`.
+        ConfigError: The names are more than :data:`MAX_SHARDS`.
     """
     choices = list[list[str]]()
     for number, part in enumerate(re.split(r"\{([^{}]*)\}", pattern)):

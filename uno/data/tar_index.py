@@ -77,8 +77,9 @@ class ShardContent(NamedTuple):
     Attributes:
         images: The N images, an Arrow array of the type :data:`IMAGE`.
         lost_labels: Labels without an image of the same key: key -> name of the member.
-        left_out: Images that are a field of another row: the name of each, and the name
-            of the image of that row.
+        left_out: Images that are no row, because they are a field of another row (such
+            as ``3.mask.png`` beside ``3.png``): the name of each, and the name of the
+            image of that row.
         ignored: The number of members that are neither an image nor its label, by their
             suffix.
         is_cut: Whether the shard ends inside a member.
@@ -183,7 +184,15 @@ class _Shard:
             raise self._refusal(b"", f"no header at byte {archive.offset:,}")
 
     def _member(self, info: tarfile.TarInfo) -> Member:
-        """Describe the file or link inside the shard that a header announces."""
+        """Describe a member of the shard by its header.
+
+        A link, a sparse file or another special entry is described itself, with the
+        offset 0, the size 0 and ``is_plain`` False. The target of a link is not looked
+        up.
+
+        Args:
+            info: The header, of any entry but a folder.
+        """
         name = info.name.removeprefix("./")
         folder, slash, base = name.rpartition("/")
         stem, dot, suffix = base.rpartition(".")
@@ -295,8 +304,8 @@ def _read_content(path: str) -> ShardContent | None:
         path: Path below the cache directory.
 
     Returns:
-        The content. None if there is no such file, or if it is damaged. A warning is
-        then logged.
+        The content. None if there is no such file; or if it is damaged or cannot be
+        read, in which case a warning is logged.
     """
     try:
         data = Storage(user_cache()).find(path)
@@ -420,16 +429,24 @@ def _find_fields(
     labeled: Collection[str],
     names: Mapping[str, str],
 ) -> dict[str, tuple[str, str]]:
-    """Find the images that are a field of another row, by WebDataset's rule for keys.
+    """Find the images that are no row but another field of a row, such as a mask.
+
+    Here the key of an image is its name up to the last dot. WebDataset ends a key at
+    the first dot of the base name. An image is a field of another row if the two keys
+    differ, no label has its own key, and another image has WebDataset's key as its key:
+    ``3.mask.png`` beside ``3.png``. An image with a label of its own key stays a row.
 
     Args:
         path: Path or URI of the shard, for the error message.
-        images: The images of the shard by key.
-        labeled: The keys that have a member for their label, even if it is empty.
-        names: Key of each label -> the name of the member that it is in.
+        images: The images of the shard by key, the name up to the last dot.
+        labeled: The keys KEY for which there is a member KEY.cls or KEY.json, even if
+            that member holds no label.
+        names: The key of each label that counts -> the name of the member that holds
+            it, KEY.cls or KEY.json.
 
     Returns:
-        Key of each such image -> its name, and the name of the other row's image.
+        The key of each such image -> two names: its own, and that of the image of the
+        row to which it belongs.
 
     Raises:
         ConfigError: A label has no image of its own key, but images that WebDataset

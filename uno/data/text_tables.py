@@ -98,7 +98,7 @@ def read_csv(path: str) -> TextTable:
 
 
 def read_jsonl(path: str) -> TextTable:
-    """Read a file with one JSON object on each line. Empty lines are ignored.
+    """Read a file with one JSON object on each line. Blank lines are ignored.
 
     Args:
         path: Local path or URI of the file.
@@ -108,7 +108,7 @@ def read_jsonl(path: str) -> TextTable:
         one.
 
     Raises:
-        ConfigError: A line is not a JSON object.
+        ConfigError: The file cannot be read, or a line is not a JSON object.
     """
     records, lines = list[dict[str, Any]](), list[int]()
     for number, line in enumerate(_read_text(path).split("\n"), start=1):
@@ -136,9 +136,14 @@ def read_jsonl(path: str) -> TextTable:
 
 
 def _many_lines(line: str) -> str:
-    """Return advice for an error line if a line begins a longer JSON document.
+    """Return advice for a file that seems to be one JSON document of many lines.
 
-    The result is '' unless the line begins a JSON list or is ``{`` alone.
+    Args:
+        line: A line of the file that is no JSON object.
+
+    Returns:
+        Text to end the error message with; '' unless the line begins a JSON list or is
+        ``{`` alone.
     """
     if not line.lstrip().startswith("[") and line.strip() != "{":
         return ""

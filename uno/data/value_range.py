@@ -22,9 +22,10 @@ def choose_value_range(rows: Rows) -> tuple[Range, str] | None:
         rows: The rows.
 
     Returns:
-        The values that become black and white, which are percentiles of the sample's
-        values, and how they were chosen; None if no image of the sample has more than 8
-        bits.
+        Two values. The first is the pair (low, high) of the stored values that become
+        black and white, the :data:`PERCENTILES` of the sampled values. The second is a
+        text that says how they were chosen. A single None if no readable image of the
+        sample has more than 8 bits.
     """
     facts = rows.image_sample.readable
     samples = [one.deep_values for one in facts if one.deep_values is not None]

@@ -187,8 +187,13 @@ def _library_encoder(name: str) -> nn.Module:
     Args:
         name: ``timm:NAME``, ``torchvision:NAME`` or ``package.module:NAME``.
 
+    Returns:
+        A module (B, 3, S, S) -> (B, D) with an attribute ``num_features`` = D. It has
+        random weights, unless the user's function loads some.
+
     Raises:
-        ConfigError: As for :func:`build_encoder`.
+        ConfigError: The encoder does not exist, its package is missing, or the user's
+            function returns something else than an encoder.
     """
     library, _, model_name = name.partition(":")
     encoder: Any
@@ -233,17 +238,24 @@ def run_on_black_image(name: str, encoder: nn.Module, side: int) -> Tensor:
 
 
 def _from_timm(model_name: str) -> nn.Module:
-    """Build an encoder of timm without its classifier.
+    """Build an encoder of timm without its classifier, with random weights.
 
-    The towers of CLIP are also built without their projection to the space of texts.
-    Vision transformers take images of any size that is a multiple of their patches. At
-    another size than that of their weights they resample the embeddings of positions.
+    No weights are downloaded. The image encoders of CLIP are also built without the
+    projection by which they are compared with texts. A vision transformer takes images
+    of any size that is a multiple of its patches, if timm can build it so: it then
+    resamples its position embeddings to the number of patches.
 
     Args:
-        model_name: The name after ``timm:``.
+        model_name: The name after ``timm:``. ``hf-hub:ORG/NAME`` names a repository of
+            the Hugging Face Hub, whose ``config.json`` is downloaded if the local cache
+            lacks it.
+
+    Returns:
+        The encoder, with its number of outputs D as ``num_features``.
 
     Raises:
-        ConfigError: timm has no such encoder, or is not installed.
+        ConfigError: timm has no such encoder or is not installed, or ``config.json``
+            cannot be downloaded.
     """
     check_name("timm", model_name)
     import timm
@@ -306,7 +318,10 @@ def describe_timm(model_name: str) -> tuple[str, dict[str, Any]]:
 
 
 def _from_torchvision(model_name: str) -> nn.Module:
-    """Build an encoder of torchvision without its last linear layer.
+    """Build an encoder of torchvision without its last linear layer, untrained.
+
+    Args:
+        model_name: The name after ``torchvision:``.
 
     Raises:
         ConfigError: There is no such encoder, or it does not end in a linear
@@ -330,7 +345,12 @@ def _from_torchvision(model_name: str) -> nn.Module:
 def classifier_of(encoder: nn.Module) -> str:
     """Return the name of the linear classifier in which a model of torchvision ends.
 
-    It is "" if the model's last linear layer is not a classifier by its name.
+    Args:
+        encoder: The model.
+
+    Returns:
+        The dotted name of the submodule, such as "fc"; "" if the model's last linear
+        layer is not a classifier by its name.
     """
     last = [
         name for name, layer in encoder.named_modules() if isinstance(layer, nn.Linear)
@@ -380,9 +400,9 @@ def require_encoder(name: str, foreign: str | None = None) -> None:
 
     Args:
         name: The name of the encoder.
-        foreign: The directory of a model of unknown origin, or None. Code that such a
-            model names must not lie in that directory, see
-            :func:`uno.imports.check_origin`.
+        foreign: The directory of a model of unknown origin. Code that such a model
+            names must not lie in that directory, so that a downloaded model does not
+            run code of its own. None if the origin is known.
 
     Raises:
         ConfigError: The package is missing, no encoder has that name, or its code lies
@@ -423,6 +443,9 @@ def _import_callable(name: str) -> Callable[[], Any]:
 
 def _from_callable(name: str) -> nn.Module:
     """Build an encoder by the user's own function.
+
+    Args:
+        name: ``package.module:NAME`` of a function without arguments.
 
     Raises:
         ConfigError: The function cannot be imported or called without arguments, or
@@ -501,8 +524,9 @@ def _pool_output(module: nn.Module, inputs: Any, output: Any) -> Tensor:
     """Turn the output of an encoder into one vector for each image.
 
     This is a forward hook. Vectors (B, D) stay. Maps (B, D, h, w) are averaged over
-    positions. Of tokens (B, T, D) the first is taken if the module has a class token.
-    Otherwise they are averaged.
+    positions. Of tokens (B, T, D) the first is taken if the module has a class token,
+    an attribute ``cls_token`` or ``class_token`` that is not None. Otherwise they are
+    averaged.
 
     Args:
         module: The encoder.

@@ -47,11 +47,16 @@ It accepts the B and S for which it was built, and can be called from any thread
 def runtime_precision(config: Config, device: torch.device) -> Precision | None:
     """Return the precision in which OpenVINO computes the encoder on a device.
 
+    Args:
+        config: The configuration, which names the runtime and the precision.
+        device: The device of the encoder.
+
     Returns:
-        None for PyTorch, which computes on GPUs whatever the configuration says.
+        "fp32" or "bf16". None if PyTorch computes the encoder, as it does on GPUs
+        whatever the configuration says.
 
     Raises:
-        ConfigError: As for :func:`require_runtime`.
+        ConfigError: The configuration asks for OpenVINO, which is not installed.
     """
     require_runtime(config)
     if device.type != "cpu" or config.compute.encoder_runtime != OPENVINO:
@@ -61,6 +66,9 @@ def runtime_precision(config: Config, device: torch.device) -> Precision | None:
 
 def require_runtime(config: Config) -> None:
     """Check that the runtime that ``compute.encoder_runtime`` names is installed.
+
+    Args:
+        config: The configuration of the run.
 
     Raises:
         ConfigError: OpenVINO is not installed.
@@ -80,7 +88,7 @@ class Runtime(nn.Module):
 
     Args:
         encoder: The encoder.
-        precision: The precision in which features are computed.
+        precision: The precision in which features are computed, "fp32" or "bf16".
         threads: The number of threads.
     """
 

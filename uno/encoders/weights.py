@@ -42,6 +42,18 @@ class Description(NamedTuple):
     """What the maker of an encoder says about it.
 
     A value is None or "" if it is not known.
+
+    Attributes:
+        size: The side of the images that the encoder takes, in pixels.
+        crop_share: That side, divided by the shorter side to which images are resized
+            before the crop.
+        mean: The mean of each of the 3 channels by which images are normalized, on the
+            scale 0-1.
+        std: The standard deviation of each channel, on the same scale.
+        interpolation: How images are resized, such as "bicubic".
+        weights: The library's name of the weights, which says on which data they were
+            trained.
+        license: The license of the weights.
     """
 
     size: int | None = None  # side of the images that the encoder takes, in pixels
@@ -59,11 +71,12 @@ class Description(NamedTuple):
 
         Args:
             size: The side of images in pixels that the user wants instead of the
-                maker's.
+                maker's. None for the maker's.
 
         Returns:
-            Values by dotted key, such as ``augment.large.size`` and ``data.mean``.
-            Unknown values are left out.
+            Values by dotted key: ``augment.large.size`` and ``data.stored_size`` (sides
+            in pixels), ``data.mean``, ``data.std`` (tuples) and ``data.interpolation``
+            ("bilinear" or "bicubic"). Unknown values are left out.
         """
         size = size or self.size
         store = size and min(int(size / self.crop_share + 1e-6), 1024)
@@ -83,8 +96,17 @@ class Description(NamedTuple):
 def describe_encoder(name: str) -> Description:
     """Return what is known of the encoder that ``model.encoder`` names.
 
+    The user's own callable is imported and builds its encoder, once in a process.
+
+    Args:
+        name: The name, such as "resnet18", "torchvision:NAME", "timm:NAME",
+            "package.module:NAME" for the user's own callable, or "vectors:D".
+
+    Returns:
+        The description, without any value for the small ResNet and for vectors.
+
     Raises:
-        ConfigError: There is no such encoder.
+        ConfigError: There is no such encoder, or it cannot be built.
     """
     library, _, model_name = name.partition(":")
     if name == "resnet_small" or library == VECTORS:
@@ -98,7 +120,15 @@ def describe_encoder(name: str) -> Description:
 
 
 def _torchvision_weights(model_name: str) -> Any:
-    """Return the entry of torchvision's table of weights for an encoder's default ones.
+    """Return torchvision's default weights of an encoder.
+
+    Args:
+        model_name: torchvision's name of the encoder without a prefix, such as
+            "resnet50".
+
+    Returns:
+        The member of torchvision's enumeration of weights, such as
+        ``ResNet50_Weights.IMAGENET1K_V2``. Nothing is downloaded.
 
     Raises:
         ConfigError: There is no such encoder.
@@ -111,6 +141,9 @@ def _torchvision_weights(model_name: str) -> Any:
 
 def _describe_torchvision(model_name: str) -> Description:
     """Return torchvision's description of an encoder and its default weights.
+
+    Args:
+        model_name: torchvision's name of the encoder without a prefix.
 
     Raises:
         ConfigError: There is no such encoder.
@@ -171,7 +204,8 @@ def check_encoder(config: Config, tensors: Mapping[str, Tensor] | None = None) -
 
     Args:
         config: The configuration of the run.
-        tensors: Weights to load into the encoder, or None.
+        tensors: Weights to load into the encoder, by name; None to keep its fresh
+            weights.
 
     Raises:
         ConfigError: The encoder cannot be built, does not accept such images, or
@@ -191,7 +225,12 @@ def check_encoder(config: Config, tensors: Mapping[str, Tensor] | None = None) -
 
 
 def is_file(source: str | None) -> bool:
-    """Return whether ``model.weights`` names a file of weights, and not a run."""
+    """Return whether ``model.weights`` names a file of weights, and not a run.
+
+    Args:
+        source: The value of ``model.weights``. The result is False for None, for
+            ``pretrained``, and for a name that ends in none of :data:`SUFFIXES`.
+    """
     return source is not None and split(source)[1].endswith(SUFFIXES)
 
 
@@ -200,8 +239,8 @@ def read_weights(source: str, storage: Storage | None = None) -> dict[str, Tenso
 
     Args:
         source: A path or URI of a file, or ``pretrained``.
-        storage: The directory of the run, which holds the file of ``pretrained``. It is
-            needed for that only.
+        storage: The directory of the run, which holds the file of ``pretrained``. It
+            may be None if ``source`` is a file.
 
     Returns:
         Tensors by name, on the CPU.
@@ -365,6 +404,11 @@ def fetch_pretrained(name: str) -> bytes:
 def _fetch_torchvision(name: str) -> dict[str, Tensor]:
     """Return the default weights of an encoder of torchvision, by name.
 
+    They are read from torchvision's cache, or downloaded into it.
+
+    Args:
+        name: ``torchvision:NAME``, or torchvision's name alone.
+
     Raises:
         ConfigError: There is no such encoder, or its weights cannot be downloaded.
     """
@@ -387,6 +431,11 @@ def _fetch_torchvision(name: str) -> dict[str, Tensor]:
 
 def _fetch_timm(model_name: str) -> dict[str, Tensor]:
     """Return the pretrained weights of an encoder of timm, by name.
+
+    They are read from the cache of the Hugging Face Hub, or downloaded into it.
+
+    Args:
+        model_name: The name after ``timm:``.
 
     Raises:
         ConfigError: There is no such encoder, or its weights cannot be downloaded.

@@ -65,7 +65,11 @@ class SpaceAdapter(nn.Module):
 
 
 class ClusteringMethod(Method):
-    """Clustering of a frozen encoder's features, see the top of the module."""
+    """Clustering of a frozen encoder's features, before the first step of training.
+
+    The adapter takes the space in which the clusters were found, and the prototypes
+    become the directions of the clusters' means.
+    """
 
     name = "clustering"
     supports_gcd = True
@@ -141,8 +145,8 @@ class ClusteringMethod(Method):
         Training continues from the clusters with this loss, if discovery has epochs.
 
         Args:
-            state: The state of training.
-            batch: The batch.
+            state: The state of training, with the model.
+            batch: The views of this worker's rows, labeled rows first.
             config: The configuration of the run.
 
         Returns:

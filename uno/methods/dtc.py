@@ -127,7 +127,11 @@ class DistanceHead(nn.Module):
 
 
 class Dtc(Method):
-    """DTC, see the top of the module."""
+    """DTC: clusters learn from their own sharpened assignments of unlabeled rows.
+
+    The novel head reduces features by a linear layer and compares them with centers.
+    Its probabilities must also agree for two views. Labeled rows do not train it.
+    """
 
     name = "dtc"
     constants = Constants

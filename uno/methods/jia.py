@@ -46,7 +46,11 @@ TEMPERATURE = 0.1
 
 
 class Jia(Method):
-    """The method of Jia et al., see the top of the module."""
+    """The method of Jia et al.: RS with hashes of features, plus a contrastive loss.
+
+    Two unlabeled rows are similar if their winner-take-all hash codes agree. The
+    features of all rows are contrasted between two views.
+    """
 
     name = "jia"
     constants = rs.Consistency
@@ -56,6 +60,9 @@ class Jia(Method):
         self, num_novel: int, num_features: int, is_frozen: bool
     ) -> NovelHead:
         """Build the novel head, with a linear layer if the encoder is frozen.
+
+        The layer, from D to D features, then takes the place of the encoder's last
+        stage.
 
         Args:
             num_novel: The number of novel classes K.
@@ -101,8 +108,9 @@ class Jia(Method):
             train: Not used.
 
         Returns:
-            "windows", H = 512 random sets of k = 4 indices of features, int64 (H, k). A
-            window has no feature twice.
+            "windows", H = 512 random windows of k = 4 indices of features, int64 (H,
+            k). A window has no feature twice. D must be at least 4, which is not
+            checked.
         """
         width = model.known.weight.shape[1]
         generator = torch.Generator().manual_seed(config.seed)

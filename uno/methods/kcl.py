@@ -20,7 +20,11 @@ MARGIN = 2.0
 
 
 class Kcl(pairs.PairMethod):
-    """KCL, see the top of the module."""
+    """KCL: a contrastive loss of pairs that a similarity network decides on.
+
+    The outputs of two unlabeled rows should have a small KL divergence if the network
+    calls them similar, and one above a margin if it does not.
+    """
 
     name = "kcl"
 

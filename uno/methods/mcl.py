@@ -15,7 +15,11 @@ from uno.methods.common import pair_likelihood_loss
 
 
 class Mcl(pairs.PairMethod):
-    """MCL, see the top of the module."""
+    """MCL: maximize the likelihood of a similarity network's decisions on pairs.
+
+    The network learns from labeled rows whether two rows are of one class. The pairs
+    whose likelihood counts are those of unlabeled rows.
+    """
 
     name = "mcl"
 

@@ -77,7 +77,11 @@ class Constants(rs.Consistency):
 
 
 class Ncl(Method):
-    """NCL, see the top of the module."""
+    """NCL: RS with cosines of features, plus contrast with memories of features.
+
+    An unlabeled row is drawn to its nearest neighbors in a memory of unlabeled rows,
+    and a labeled row to the entries of its class in a memory of labeled rows.
+    """
 
     name = "ncl"
     constants = Constants

@@ -50,7 +50,11 @@ class Constants(rs.Consistency):
 
 
 class OpenMix(Method):
-    """OpenMix, see the top of the module."""
+    """OpenMix: learn from pairs of unlabeled rows and from mixed images.
+
+    Each labeled image, and each unlabeled one with a clear class, is mixed with another
+    unlabeled image. Its target is mixed in the same way.
+    """
 
     name = "openmix"
     constants = Constants

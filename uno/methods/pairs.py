@@ -103,6 +103,8 @@ class PairMethod(Method):
     ) -> NovelHead:
         """Build the novel head, with a :class:`PairSimilarity` as auxiliary module.
 
+        The auxiliary module is trained with the head, but only the loss calls it.
+
         Args:
             num_novel: The number of novel classes.
             num_features: The number of features.

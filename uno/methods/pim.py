@@ -123,12 +123,12 @@ def fit_classifier(
 
     Args:
         sample: Features of labeled and unlabeled rows.
-        num_novel: The number of novel classes.
-        setting: In "gcd" unlabeled rows may be of any class, otherwise of novel
-            classes.
+        num_novel: The number of novel classes C_u.
+        setting: With "gcd" unlabeled rows may be of any class. With "ncd" or None they
+            are of novel classes only.
         seed: The seed of k-means.
         weight: The weight lambda of the entropy of unlabeled rows. If it is None, the
-            best of five values is chosen on labeled rows.
+            best value in ``WEIGHTS`` is chosen on labeled rows.
         steps: The number of steps of Adam, for each value of lambda.
 
     Returns:
@@ -251,7 +251,11 @@ def pim_objective(
 
 
 class Pim(Method):
-    """PIM, see the top of the module."""
+    """PIM: a linear classifier of fixed features with the most mutual information.
+
+    It is fitted to all rows before the first step, with the cross-entropy of labeled
+    rows, and becomes the prototypes of the model.
+    """
 
     name = "pim"
     constants = Constants
@@ -306,9 +310,11 @@ class Pim(Method):
         return {"weight": start["weight"]}
 
     def loss(self, state: TrainState, batch: Batch, config: Config) -> Tensor:
-        """Compute PIM's objective on two views of a batch, see :func:`pim_objective`.
+        """Compute PIM's objective on two views of a batch.
 
-        Training continues the fit with it by SGD, if discovery has epochs.
+        It is the negative mutual information of rows and classes plus the cross-entropy
+        of labeled rows, see :func:`pim_objective`. Training continues the fit with it
+        by SGD, if discovery has epochs.
 
         Args:
             state: The state of training, with the model and the weight lambda.

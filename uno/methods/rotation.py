@@ -22,8 +22,8 @@ def loss(state: TrainState, batch: Batch, config: Config) -> Tensor:
     Each row is seen four times, turned by 0 to 3 quarter turns.
 
     Args:
-        state: The state of training.
-        batch: The batch.
+        state: The state of training, with the model.
+        batch: The views of this worker's rows, without labels.
         config: The configuration of the run, which has the temperature.
 
     Returns:

@@ -68,14 +68,21 @@ class Constants(Consistency):
 
 
 class Rs(Method):
-    """RS, see the top of the module."""
+    """RS, rank statistics: pairs are similar if the same features are their largest.
+
+    The novel head learns from these pairs of unlabeled rows, and the known head from
+    labeled rows. Both heads must give equal outputs for two views.
+    """
 
     name = "rs"
     constants = Constants
     constants_of_preset = SETTINGS
 
     def loss(self, state: TrainState, batch: Batch, config: Config) -> Tensor:
-        """Compute the loss of RS for a batch, see :func:`rank_loss`.
+        """Compute the loss of RS for a batch.
+
+        It is the cross-entropy of labeled rows, plus losses of pairs of unlabeled rows,
+        which are similar if the same features are their largest: :func:`rank_loss`.
 
         Args:
             state: The state of training, with the model.

@@ -31,7 +31,11 @@ SETTINGS = {**rs.SETTINGS, "cifar100_20": CIFAR100, "cifar100_50": CIFAR100}
 
 
 class RsPlus(Method):
-    """RS+, see the top of the module."""
+    """RS+: RS with a joint head over all classes, which learns pseudo-labels.
+
+    The pseudo-label of an unlabeled row is its most probable cluster under the cluster
+    head of RS.
+    """
 
     name = "rs_plus"
     constants = rs.Constants

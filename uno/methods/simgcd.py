@@ -85,7 +85,12 @@ class Constants(Section):
 
 
 class SimGcd(Method):
-    """SimGCD, see the top of the module."""
+    """SimGCD: one classifier of cosines over all classes, by self-distillation.
+
+    Every row learns from the sharpened prediction of its other view, and labeled rows
+    also learn their class. Contrastive terms on a projection of the features are added,
+    unless the encoder is frozen.
+    """
 
     name = "simgcd"
     constants = Constants

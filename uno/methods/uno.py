@@ -16,7 +16,12 @@ from uno.steps import Batch, Loss, TrainState
 
 
 class Uno(Method):
-    """UNO, with the extensions that the configuration switches on."""
+    """UNO: one cross-entropy for labels and pseudo-labels, with optional extensions.
+
+    Sinkhorn-Knopp makes the pseudo-labels of unlabeled rows from their cosines with the
+    prototypes. The extensions, which the configuration switches on, are the terms IIC
+    and rKD and the queue of earlier rows (:data:`uno.config.EXTENSIONS`).
+    """
 
     name = "uno"
     supports_gcd = True
@@ -79,8 +84,8 @@ def _has_extensions(config: Config) -> bool:
     """Return whether any addition to UNO is switched on.
 
     These are the mutual-information terms of IIC (invariant information clustering),
-    relational knowledge distillation (rKD), and the queue of earlier projections for
-    Sinkhorn.
+    class-relation knowledge distillation (rKD), and the queue of earlier projections
+    for Sinkhorn.
     """
     return any(getattr(config.objective, name) for name in EXTENSIONS)
 
