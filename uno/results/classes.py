@@ -124,7 +124,11 @@ class ModelClasses(BaseModel):
         return self.model_dump_json(indent=1).encode()
 
     def with_classes(self, classes: Sequence[OutputClass]) -> ModelClasses:
-        """Return a copy with other output classes, and everything else unchanged."""
+        """Return a copy with other output classes, and everything else unchanged.
+
+    Args:
+        classes: All output classes, by index. They are not checked.
+    """
         return self.model_copy(update={"classes": [*classes]})
 
     @property
@@ -208,7 +212,11 @@ def merge_outputs(probabilities: Tensor, classes: Sequence[OutputClass]) -> Tens
 def without_merges(classes: Sequence[OutputClass]) -> list[OutputClass]:
     """Return the classes as if none had been merged or dropped.
 
-    Their names stay as they are.
+    Args:
+        classes: The output classes. They are not changed.
+
+    Returns:
+        Copies with the same names, where ``into`` is the class itself.
     """
     return [replace(c, into=c.index) for c in classes]
 
@@ -394,14 +402,18 @@ def read_edits(
 def _edits_by_index(
     entries: Sequence[ClassEdit], classes: Sequence[OutputClass]
 ) -> dict[int, ClassEdit]:
-    """Return the entry of every discovered class in ``classes.yaml`` by its index.
+    """Return the entries of ``classes.yaml`` by the index of the discovered class.
 
     Args:
         entries: All entries of the file.
         classes: All classes of the model.
 
+    Returns:
+        Index of a discovered class -> its entry, for all discovered classes.
+
     Raises:
-        ValueError: A class has no entry or two, or an entry is of no discovered class.
+        ValueError: A discovered class has no entry, or two; or the index of an entry is
+            not that of a discovered class.
     """
     novel = {c.index: c.name for c in classes if c.kind == "novel"}
     edits: dict[int, ClassEdit] = {}
@@ -478,9 +490,9 @@ def rename_classes(
     """Change the names of discovered classes.
 
     Args:
-        classes: The classes.
-        words: Names to set, such as ``5=nine``: the index or the present name of a
-            discovered class, and its new name.
+        classes: All classes of the model. They are not changed.
+        words: Names to set, such as ``5=nine`` or ``novel-1=nine``: the index or the
+            present name of a discovered class, and its new name.
 
     Returns:
         All classes. Whether the new names are valid is not checked.

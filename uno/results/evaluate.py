@@ -55,7 +55,7 @@ def evaluate_run(
     worker: Worker,
     trained: tuple[UnoModel, int] | None = None,
 ) -> dict[str, float]:
-    """Evaluate a trained run, and return its metrics as fractions by key.
+    """Evaluate a trained run, and return its metrics by key.
 
     The metrics are those of all protocols on both splits, the baselines, and the
     measures of :mod:`uno.results.trust`, which need no labels of novel classes. All
@@ -67,12 +67,21 @@ def evaluate_run(
     Args:
         config: The configuration of the run.
         storage: The run directory, with the trained checkpoint.
-        train: The training rows.
-        sets: The rows of "train" and "test" with their true classes.
+        train: The rows that training may see, on the device of the worker.
+        sets: The rows with their true classes, by split: "train" and "test".
         num_true: The number of known and novel classes that the true classes index.
-        worker: The process that evaluates.
-        trained: The trained model and the index of its best head, by default those of
-            the newest checkpoint. The model is moved to the worker's device.
+        worker: The process that evaluates: a local process or one rank of several.
+        trained: The trained model, and the index of its best head, the one with the
+            lowest training loss. The model is moved to the worker's device. None loads
+            both from the newest checkpoint of discovery.
+
+    Returns:
+        The metrics, such as ``test/novel/task_aware/acc/best``. Accuracies and most
+        others are fractions 0-1, see :func:`protocol_metrics`, :func:`gcd_metrics` and
+        :func:`~uno.results.trust.trust_metrics`.
+
+    Raises:
+        StorageError: ``trained`` is None, and there is no valid checkpoint.
     """
     model, best_head = trained or load_trained(
         config, storage, train.num_known, train.num_novel
@@ -147,7 +156,11 @@ class Edits(NamedTuple):
 
     @property
     def dropped(self) -> list[int]:
-        """The indices of the dropped classes. Rows predicted as these are rejected."""
+        """The indices of the classes that the user dropped.
+
+        Rows that are predicted as one of these are rejected: they get no class, and
+        count as wrong in accuracies.
+        """
         return [c.index for c in self.classes if c.into is None]
 
     @property
@@ -159,10 +172,15 @@ class Edits(NamedTuple):
 def read_edits(storage: Storage) -> Edits | None:
     """Read the merged and dropped classes of a run's model.
 
+    Args:
+        storage: The run directory.
+
     Returns:
-        The classes, and the matching of the heads' outputs to classes; None if there is
-        no model yet, or no class was
-        merged or dropped.
+        The output classes, and the alignment of the heads; None if there is no model
+        yet, or no class was merged or dropped.
+
+    Raises:
+        StorageError: ``model/classes.json`` is damaged.
     """
     if not storage.exists(CLASSES_FILE):
         return None
@@ -292,8 +310,9 @@ def count_outputs(
             for each row, int64 (b,). The code is -1 for rows that are not counted, or t
             + k * ``num_true`` for the true class t and the kind of row k.
         num_true: The number of known and novel classes.
-        edits: The merged and dropped classes. If they are given, the outputs are those
-            of the predictions.
+        edits: The merged and dropped classes, so that the outputs are those of the
+            predictions. None if no class was merged or dropped: the outputs are then
+            those of the network.
         num_kinds: The number of kinds of rows that are counted separately, such as 2
             for unlabeled (k = 0) and labeled rows (k = 1).
 
@@ -335,9 +354,9 @@ def protocol_metrics(
         best_head: The head with the lowest cluster loss in training. It is never chosen
             by accuracy.
         split: The first part of the keys, "train" or "test".
-        edits: The merged and dropped classes. Rows of dropped outputs are rejected:
-            they count as wrong, and NMI and ARI leave them out. Their share under the
-            best head is ``{split}/{known|novel}/rejected``.
+        edits: The merged and dropped classes, None if there are none. Rows of dropped
+            outputs are rejected: they count as wrong, and NMI and ARI leave them out.
+            Their share under the best head is ``{split}/{known|novel}/rejected``.
     """
     known, novel, joint = (counts.cpu().numpy() for counts in confusions)
     num_known, dropped = known.shape[-1], edits.dropped if edits else []
@@ -381,7 +400,8 @@ def gcd_metrics(
         num_known: The number of known classes C_l.
         best_head: The head with the lowest cluster loss in training.
         split: The first part of the keys, "train" or "test".
-        edits: The merged and dropped classes.
+        edits: The merged and dropped classes, None if there are none. Rows of dropped
+            outputs count as wrong.
 
     Returns:
         ``{split}/unlabeled/gcd/{all|old|new}/{avg|best}`` as fractions, where old are

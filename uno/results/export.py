@@ -49,9 +49,12 @@ def export(model: Classifier, format: str) -> bytes:
         format: "encoder" for the encoder's weights as safetensors, "pt2" for a program
             of ``torch.export``, or "onnx".
 
+    Returns:
+        The content of the file.
+
     Raises:
-        ConfigError: The format is unknown, a package is missing, or the encoder of a
-            model that takes vectors is asked for.
+        ConfigError: The format is unknown; a package that "onnx" needs is missing; or
+            the format is "encoder", and the model takes vectors, so it has no encoder.
         NumericsError: The file, loaded again, computes something else than the model.
     """
     if format not in FORMATS:
@@ -339,8 +342,8 @@ def model_card(
         model: The model.
         facts: More facts about the run for the template: values by title, such as
             "Data".
-        metrics: The metrics of the run by key. A metric that is missing leaves its cell
-            empty.
+        metrics: The metrics of the run by key, as fractions. A metric that is missing
+            leaves its cell empty.
     """
     config, net = model.config, model.config.model
     library, _, name = net.encoder.partition(":")

@@ -323,10 +323,10 @@ def _align(known: Tensor, novel: Tensor, best_head: int, setting: str | None) ->
 
     Args:
         known: Cosines of N unlabeled rows with the known prototypes, (N, C_l).
-        novel: Cosines with the prototypes of each head, (H, N, K).
-        best_head: The index of the best head.
-        setting: In the setting "gcd" only rows that the best head assigns to a novel
-            output count.
+        novel: Cosines with the K novel prototypes of each of H heads, (H, N, K).
+        best_head: The index of the best head, the one with the lowest training loss.
+        setting: "ncd", or "gcd", where only rows that the best head assigns to a novel
+            output count. None counts all rows, as "ncd" does.
 
     Returns:
         For each head and each cluster of the best head the cluster matched to it, int64
@@ -450,13 +450,14 @@ def build_classifier(
     """Build a classifier from the contents of its files.
 
     Args:
-        files: The contents of :data:`MODEL_FILES`, by name.
-        device: The device of the model.
-        module: The network that the files were written from. If it is not given, a
-            network is built and the weights of the files are loaded.
-        foreign: The URI of a directory that other people may have written, whose code
-            is not trusted, see :func:`~uno.encoders.build.require_encoder`; None for
-            the own run.
+        files: The contents of :data:`MODEL_FILES` by name, as :func:`read_model_files`
+            returns them.
+        device: The device of the model. ``module`` is moved to it.
+        module: The network that the files were written from. None builds a network and
+            loads the weights of the files into it.
+        foreign: The URI of a directory that other people may have written. Code that
+            the model names (an encoder or a method ``package.module:NAME``) must not
+            lie in this directory. None if the files come from this program's own run.
 
     Raises:
         StorageError: The files are damaged or do not belong together.
@@ -569,7 +570,8 @@ def decoder(model: Classifier, rows: Rows, threads: int | None = None) -> Decode
     Args:
         model: The model, which decides the size of the images.
         rows: The rows with their images.
-        threads: The number of threads, by default one for each core.
+        threads: The number of threads; None for one for each core that this process may
+            use.
 
     Returns:
         A function that takes batches of row numbers and yields their pixels, as

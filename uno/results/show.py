@@ -165,9 +165,11 @@ def model_html(
         title: The title of the table.
         facts: Lines of text below the title.
         classes: The output classes. The first ``MAX_CLASSES`` are shown.
-        found: The images that were predicted as each class, by class index.
-        side: The largest side of the pictures in pixels.
-        value_range: As in :class:`uno.data.decode.Decoding`.
+        found: The images that were predicted as each class, by class index. If it is
+            empty, the numbers of images are shown as dashes.
+        side: The largest side of the pictures in pixels. They have at most 48.
+        value_range: The stored values (black, white) that become 0 and 255 in gray
+            images of more than 8 bits; None for 0 and 65,535.
     """
     shown = classes[:MAX_CLASSES]
     members = [found.get(c.index, Members(0, [])) for c in shown]
@@ -200,7 +202,8 @@ def _encode_strips(
     Args:
         members: The images of each class.
         side: The side of an image in pixels.
-        value_range: As in :class:`uno.data.decode.Decoding`.
+        value_range: The stored values (black, white) that become 0 and 255 in gray
+            images of more than 8 bits; None for 0 and 65,535.
 
     Returns:
         A data URI for each class; "" for a class without readable images.
@@ -219,10 +222,11 @@ def _encode_strips(
 def format_counts(names: Iterable[str | None] | Mapping[str | None, int]) -> str:
     """Format the most frequent names with their counts: ``cat (7), novel-1 (5)``.
 
-    At most eight names are shown. None is shown as "unreadable".
+    At most eight names are shown.
 
     Args:
-        names: Names, or the count of each name.
+        names: Names, each as often as it occurs, or a mapping from each name to its
+            count. The name None is shown as "unreadable".
     """
     counts = Counter(names).most_common()
     shown = [

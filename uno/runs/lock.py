@@ -106,8 +106,8 @@ class RunLock:
     def release(self) -> None:
         """Stop renewing the lock, and delete the lock file if it has this lock's token.
 
-        Then also delete the temporary files of the lock, which commands left that were
-        killed while they held it. If another command has taken over the lock, nothing
+        Temporary files of the lock, which commands left that were killed while they
+        held it, are deleted, too. If another command has taken over the lock, nothing
         is deleted.
         """
         self._released.set()

@@ -348,7 +348,8 @@ def frozen_encoder(config: Config, storage: Storage) -> nn.Module:
 
     Args:
         config: The configuration of the run.
-        storage: The run directory, which holds pretrained weights of a library.
+        storage: The run directory. If ``model.weights`` is "pretrained", it holds the
+            weights.
 
     Returns:
         The encoder in eval mode, which is the same before and after training.
