@@ -249,8 +249,8 @@ def predict_on_ray(
         writer: Has the rows to classify, and writes a Parquet file of predictions for
             each partition of rows. Partitions that are written already are not computed
             again.
-        on_progress: Is called with the number of finished rows and the number of all
-            rows.
+        on_progress: Is called as ``on_progress(done, total)`` with the number of
+            finished rows and the number of all rows.
 
     Returns:
         The path of the predictions, and the numbers of all, readable and unreadable

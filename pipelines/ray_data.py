@@ -701,11 +701,12 @@ def own_error(error: BaseException | None) -> UnoError | None:
     """Return the UnoError that made a task of Ray fail, or None if there is none.
 
     Args:
-        error: The error that Ray raised, with its causes.
+        error: The error that Ray raised, with its causes (attributes ``cause`` and
+            ``__cause__``), which are searched. None if there is no error.
 
     Returns:
         A new error of the same class with only the first line of its text, because Ray
-        adds lines and a traceback.
+        adds lines and a traceback; None if no cause is a UnoError.
     """
     while error is not None:
         cause = getattr(error, "cause", None)

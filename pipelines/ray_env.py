@@ -234,8 +234,9 @@ def in_thread(
 
     Args:
         function: The function. An error that it raises is raised here.
-        on_poll: Is called in the calling thread every half second during the wait. An
-            error that it raises ends the wait, but not the thread.
+        on_poll: Is called without arguments in the calling thread every half second
+            during the wait. An error that it raises ends the wait, but not the thread.
+            By default nothing is called.
     """
     result: Future[T] = Future()
 

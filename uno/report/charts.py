@@ -115,13 +115,16 @@ def line_chart(
         x_label: Label of the x axis.
         series: The curves.
         dots: Further marks.
-        x_range: Ends of the x axis, by default those of the points.
-        y_range: Ends of the y axis, by default those of the points and zero.
-        x_ticks: Positions and labels on the x axis, by default round numbers.
+        x_range: The lower and upper end of the x axis; None for the smallest and the
+            largest x of all points and marks.
+        y_range: The lower and upper end of the y axis; None for the smallest y of all
+            points and marks, or zero if that is smaller, and the largest y.
+        x_ticks: Pairs of an x value and its label on the x axis; None for round
+            numbers.
         width: Width in pixels.
 
     Returns:
-        The chart, or None if there are no finite points.
+        The chart, or None if there is neither a finite point nor a mark.
     """
     kept = [
         s._replace(points=[p for p in s.points if all(map(math.isfinite, p))])

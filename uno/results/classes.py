@@ -126,9 +126,9 @@ class ModelClasses(BaseModel):
     def with_classes(self, classes: Sequence[OutputClass]) -> ModelClasses:
         """Return a copy with other output classes, and everything else unchanged.
 
-    Args:
-        classes: All output classes, by index. They are not checked.
-    """
+        Args:
+            classes: All output classes, by index. They are not checked.
+        """
         return self.model_copy(update={"classes": [*classes]})
 
     @property

@@ -283,11 +283,16 @@ def _judge_by_held_out(values: Mapping[str, float]) -> tuple[Word, str]:
     """Judge a run by its accuracy on held-out labeled rows and by its score.
 
     The score is this accuracy times the smaller of the agreements with k-means and of
-    nearest neighbors. Without held-out rows the verdict is "doubtful" at best, because
-    accuracy on unseen images is not known, and with fewer than 20 of them, too.
+    nearest neighbors. The verdict is "trustworthy" for a score from 0.75, "doubtful"
+    from 0.5, and otherwise "not trustworthy". With fewer than 20 held-out rows it is
+    "doubtful" at best. Without any held-out row, accuracy on unseen images is not
+    known, so the verdict is "doubtful" if both agreements are at least 0.5, otherwise
+    "not trustworthy".
 
     Args:
-        values: The metrics of the run, by key.
+        values: The metrics of the run, by key, with ``trust/kmeans/agreement`` and
+            ``trust/neighbors/agreement``. If rows were held out, they have
+            ``trust/held_out/acc``, ``trust/held_out/rows`` and ``trust/score``, too.
 
     Returns:
         The verdict, and a line on the accuracy on labeled rows.

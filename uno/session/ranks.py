@@ -149,8 +149,9 @@ class TorchrunBackend(LocalBackend):
         in :meth:`follow`.
 
         Args:
-            run: The locked run. Without phases it is only evaluated.
-            show: Takes each line of metrics, values by name.
+            run: The run, inside ``run.locked()``, so that no other command writes into
+                its directory. Without phases it is only evaluated.
+            show: Takes each line of metrics, values by name, such as "loss".
 
         Returns:
             The metrics by name, empty unless ``run.evaluate``.

@@ -270,9 +270,10 @@ def check_memory(config: Config, task: Task) -> None:
 def estimate_training_bytes(config: Config, task: Task) -> dict[str, int]:
     """Estimate the memory that training takes, in all workers together.
 
-    Nothing is allocated: the network is built on PyTorch's device "meta". An encoder in
-    the code of the user may not work on that device. It is built on the CPU, and its
-    activations are not estimated.
+    The network is built on PyTorch's device "meta", where it takes no memory. There are
+    two exceptions, which are always built on the CPU: a run on vectors, and an encoder
+    in the code of the user (``package.module:callable``), which may not work on that
+    device. Their activations are not estimated.
 
     Args:
         config: The configuration of the run.
@@ -280,7 +281,8 @@ def estimate_training_bytes(config: Config, task: Task) -> dict[str, int]:
 
     Returns:
         Bytes by part: of the "network" with gradients and momentum, and of the
-        "activations" of the encoder in a step of discovery.
+        "activations" of the encoder in a step of discovery. The latter are 0 if they
+        are not estimated, or if the encoder is frozen and its features are cached.
     """
     library = config.model.encoder.partition(":")[0]
     # vectors have small heads, which on that device import PyTorch's compiler
@@ -336,7 +338,7 @@ def estimate_activation_bytes(encoder: nn.Module, side: int) -> int:
 
 
 def _format_size(num_bytes: float) -> str:
-    """Return a number of bytes with its unit, such as ``564 MB``."""
+    """Return a number of bytes with its unit, such as ``564 MB`` (1 MB is 10^6)."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if num_bytes < 1000:
             return f"{num_bytes:.3g} {unit}"
