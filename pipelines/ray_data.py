@@ -84,8 +84,10 @@ def shared(
         task: The N rows of the run, with their classes, splits and encoded images.
         reasons: For each row the reason why it cannot be read, or None; a single None
             if no image was read yet. Unreadable rows are left out.
-        features: Cached features of a frozen encoder, float32 (N, 1 + V, D), that
-            replace the images; None without them.
+        features: Cached features of a frozen encoder that replace the images, float32
+            (N, 1 + V, D): D numbers for the evaluation view (the image without
+            augmentation) and for each of V random views. None if the encoder is
+            trained.
         images: The references to the tables of decoded images from :func:`decode_task`;
             None if the run trains on features or streams its images.
 

@@ -260,6 +260,9 @@ def check_address(address: str) -> None:
     Ray itself would try for minutes, without a message. An address of another form is
     accepted without a check, except for that of a dashboard.
 
+    Args:
+        address: The address, such as ``RAY_ADDRESS`` holds it.
+
     Raises:
         ConfigError: The address does not accept a connection within 10 s, or it is the
             ``http://`` address of a dashboard, which only ``ray job submit`` takes.

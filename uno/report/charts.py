@@ -178,7 +178,12 @@ def line_chart(
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Return about four round numbers between the ends of an axis, low < high."""
+    """Return about four round numbers between the ends of an axis.
+
+    Args:
+        low: The lower end.
+        high: The upper end, larger than ``low``.
+    """
     raw = (high - low) / 4
     power = 10.0 ** math.floor(math.log10(raw))
     step = power * min((1, 2, 5, 10), key=lambda m: abs(m * power - raw))

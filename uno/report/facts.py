@@ -131,6 +131,9 @@ def curves(facts: RunData) -> list[Chart]:
 
     They are the loss and the learning rate of each phase over steps, and the loss of
     each cluster head over epochs. Charts without a point are left out.
+
+    Args:
+        facts: The content of the run directory, with the lines of metrics.
     """
     charts = []
     for phase, title in runs.PHASES.items():
@@ -190,6 +193,9 @@ def times(facts: RunData) -> list[tuple[str, str]]:
     """Describe how long the training steps of each phase took.
 
     A phase that took no steps has no lines of metrics, and is left out.
+
+    Args:
+        facts: The content of the run directory, with the lines of metrics.
 
     Returns:
         Pairs of a title and a text for the report, such as ``("Discovery time", "12 min

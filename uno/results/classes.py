@@ -111,6 +111,9 @@ class ModelClasses(BaseModel):
     def parse(cls, data: bytes) -> ModelClasses:
         """Parse the content of ``classes.json``.
 
+        Args:
+            data: The content of the file.
+
         Raises:
             StorageError: The content is damaged.
         """
@@ -164,6 +167,9 @@ def prediction_labels(classes: Sequence[OutputClass]) -> list[tuple[str, str]]:
 
     Rows of a dropped class have the kind "rejected" and the name "rejected". If a class
     that was not dropped has this name, the name is "rejected-1" and so on.
+
+    Args:
+        classes: All output classes of the model, by index.
 
     Returns:
         For each class its name, and "known", "novel" or "rejected".
@@ -224,6 +230,9 @@ def without_merges(classes: Sequence[OutputClass]) -> list[OutputClass]:
 def edits_of(classes: Sequence[OutputClass]) -> list[tuple[OutputClass, str]]:
     """Describe whether the user has merged or dropped each discovered class.
 
+    Args:
+        classes: All output classes of the model, by index.
+
     Returns:
         For each discovered class the class itself, and "" if it is kept, "merged into
         NAME", or "dropped".
@@ -240,6 +249,9 @@ def edits_of(classes: Sequence[OutputClass]) -> list[tuple[OutputClass, str]]:
 
 def hashes(classes: Sequence[OutputClass]) -> dict[str, str]:
     """Return hashes of the names and of the merges and drops of a model's classes.
+
+    Args:
+        classes: All output classes of the model, by index.
 
     Returns:
         "names": a hash of all names. "routes": a hash of the class that each class is

@@ -146,9 +146,10 @@ class Edits(NamedTuple):
 
     Attributes:
         classes: The output classes.
-        alignment: Which clusters of different heads are the same class: for each head
-            and each cluster of the best head the corresponding cluster, int64 (H, K);
-            None if it is not known.
+        alignment: Which clusters of different heads are the same class: for each of H
+            heads and each of K clusters of the best head (the one with the lowest
+            training loss) the corresponding cluster, int64 (H, K); None if it is not
+            known.
     """
 
     classes: list[OutputClass]
@@ -194,7 +195,8 @@ def read_edits(storage: Storage) -> Edits | None:
 class Confusions(NamedTuple):
     """Counts of (true class, output) pairs for each of H heads, int64.
 
-    Counts of different batches and workers can be added.
+    There are C_l known classes, C_u true novel classes, and K novel outputs (clusters)
+    of each head. Counts of different batches and workers can be added.
 
     Attributes:
         known: Known rows over the known outputs, (H, C_l, C_l). All heads have the same
@@ -248,8 +250,10 @@ class Confusions(NamedTuple):
         output. The device is not synchronized.
 
         Args:
-            known: Scores of the known outputs, (B, C_l) or (H, B, C_l).
-            novel: Scores of the novel outputs on the same scale, (H, B, K).
+            known: Scores of B rows for the known outputs, (B, C_l), or for each head
+                (H, B, C_l). Cosines or probabilities serve.
+            novel: Scores of the novel outputs of each head on the same scale, (H, B,
+                K).
             truth: True classes, int64 (B,) from 0 to C_l + C_u - 1, or -1 for rows that
                 are not counted.
         """
@@ -306,9 +310,10 @@ def count_outputs(
     Args:
         model: The model in eval mode, not its DDP wrapper.
         config: The configuration of the run.
-        batches: Images uint8 (b, 3, S, S), or features of a frozen encoder, and a code
-            for each row, int64 (b,). The code is -1 for rows that are not counted, or t
-            + k * ``num_true`` for the true class t and the kind of row k.
+        batches: Images uint8 (b, 3, S, S) with sides of S pixels, or features of a
+            frozen encoder, and a code for each row, int64 (b,). The code is -1 for rows
+            that are not counted, or t + k * ``num_true`` for the true class t and the
+            kind of row k.
         num_true: The number of known and novel classes.
         edits: The merged and dropped classes, so that the outputs are those of the
             predictions. None if no class was merged or dropped: the outputs are then
@@ -351,8 +356,8 @@ def protocol_metrics(
 
     Args:
         confusions: The counts, summed over workers.
-        best_head: The head with the lowest cluster loss in training. It is never chosen
-            by accuracy.
+        best_head: The index of the head with the lowest cluster loss in training. It is
+            never chosen by accuracy.
         split: The first part of the keys, "train" or "test".
         edits: The merged and dropped classes, None if there are none. Rows of dropped
             outputs are rejected: they count as wrong, and NMI and ARI leave them out.
@@ -395,10 +400,11 @@ def gcd_metrics(
     """Compute the accuracies of the unlabeled rows in the GCD setting.
 
     Args:
-        joint: The counts ``joint`` of :class:`Confusions` for the unlabeled rows, (H,
-            C_l + C_u, C_l + K).
+        joint: For each of H heads the counts of unlabeled rows by true class and
+            output, int64 (H, C_l + C_u, C_l + K), for C_l known and C_u novel classes
+            and K novel outputs, known ones first: ``joint`` of :class:`Confusions`.
         num_known: The number of known classes C_l.
-        best_head: The head with the lowest cluster loss in training.
+        best_head: The index of the head with the lowest cluster loss in training.
         split: The first part of the keys, "train" or "test".
         edits: The merged and dropped classes, None if there are none. Rows of dropped
             outputs count as wrong.

@@ -74,8 +74,9 @@ def can_check_onnx() -> bool:
 class Program(nn.Module):
     """A model with its best head alone, as a module that can be traced.
 
-    It maps images uint8 (B, 3, S, S) RGB, or vectors float32 (B, D), to the
-    probabilities (B, C) that ``uno predict`` computes.
+    It maps B images uint8 (B, 3, S, S) in RGB with sides of S pixels, or B vectors of D
+    numbers, float32 (B, D), to the probabilities of C classes, (B, C), that ``uno
+    predict`` computes. The best head is the one with the lowest training loss.
     """
 
     def __init__(self, model: Classifier) -> None:

@@ -55,9 +55,11 @@ def encode(images: NDArray[np.uint8], columns: int, quality: int) -> str:
     """Encode images as one picture, a data URI.
 
     Args:
-        images: Images uint8 (N, 3, S, S).
-        columns: The number of images in a row of the picture.
-        quality: The JPEG quality, 1-95. Images with sides up to ``SMALL`` become PNG.
+        images: N images uint8 (N, 3, S, S), with sides of S pixels.
+        columns: The number of images in a row of the picture. Free places at the end
+            are black.
+        quality: The JPEG quality, 1-95. Images with sides up to ``SMALL`` (16) pixels
+            become PNG.
     """
     num, _, side, _ = images.shape
     filled = np.pad(images, [(0, -num % columns), (0, 0), (0, 0), (0, 0)])

@@ -41,6 +41,9 @@ log = logging.getLogger(__name__)
 def is_run(storage: Storage) -> bool:
     """Return whether a directory holds a run, by whether it has a ``config.yaml``.
 
+    Args:
+        storage: The directory, which need not exist.
+
     Returns:
         False if the directory is empty, or only has files that a run writes before its
         ``config.yaml``.

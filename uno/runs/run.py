@@ -128,6 +128,9 @@ def pretraining_config(config: Config) -> Config:
 
     Configurations that differ only in settings of discovery lead to the same one, and
     can share one pretrained network.
+
+    Args:
+        config: The configuration of a run. It is not changed.
     """
     defaults = flatten(to_dict(Config()))
     return override(

@@ -343,6 +343,9 @@ def default_preset(given: Mapping[str, Any]) -> str:
 def expand_output(output: str) -> str:
     """Return the output directory with ``~`` replaced by the home directory.
 
+    Args:
+        output: The directory that the user gave, a path or URI.
+
     Raises:
         ConfigError: The path is relative inside a Ray job. The working directory of a
             job is deleted with the job.

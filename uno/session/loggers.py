@@ -290,6 +290,9 @@ LOGGERS: dict[str, tuple[str, Callable[[Record], Logger] | None]] = {
 def require_loggers(config: Config) -> None:
     """Check that the packages of all loggers in ``train.report_to`` are installed.
 
+    Args:
+        config: The configuration of the run.
+
     Raises:
         ConfigError: A package is missing.
     """

@@ -342,6 +342,10 @@ def with_full_path(config: Config) -> Config:
 
     Workers in other directories can open it then.
 
+    Args:
+        config: The configuration. It is returned unchanged if ``model.weights`` is None
+            or "pretrained".
+
     Raises:
         ConfigError: There is neither a file of weights nor a pretrained run at this
             path.

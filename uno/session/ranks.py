@@ -138,6 +138,9 @@ class TorchrunBackend(LocalBackend):
 
         Each rank decodes all images, so a rank gets an equal share of the machine's
         memory. The whole memory of its GPU belongs to the rank.
+
+        Args:
+            config: The configuration, which decides whether a GPU is used.
         """
         memory = super().free_memory(config)
         return memory._replace(host=memory.host // self._local_size)

@@ -58,6 +58,13 @@ def free_memory(config: Config) -> FreeMemory:
     """Return the memory that is free for a worker on this machine, in bytes.
 
     Of a GPU this is the share that ``compute.gpus_per_worker`` gives to a worker.
+
+    Args:
+        config: The configuration of the run.
+
+    Returns:
+        ``host``, the free main memory, and ``device``, the free memory of the GPU, None
+        without a GPU. The other values are None.
     """
     device = free_device_bytes(config)
     share = min(1.0, config.compute.gpus_per_worker or 1.0)
@@ -84,21 +91,38 @@ def free_host_bytes() -> int:
 
 
 def free_device_bytes(config: Config) -> int | None:
-    """Return the free bytes of the GPU of this process, or None without a GPU."""
+    """Return the free bytes of the GPU of this process.
+
+    Args:
+        config: The configuration. ``compute.device`` says whether a GPU is used.
+
+    Returns:
+        The bytes; None if ``compute.device`` is "cpu" or this machine has no GPU.
+    """
     if config.compute.device == "cpu" or not torch.cuda.is_available():
         return None
     return int(torch.cuda.mem_get_info()[0])
 
 
 def trains_on_features(config: Config) -> bool:
-    """Return whether a run trains on cached features of a frozen encoder."""
+    """Return whether a run trains on cached features of a frozen encoder.
+
+    This is so if ``model.finetune`` is "none" and images are not streamed.
+
+    Args:
+        config: The configuration of the run.
+    """
     return config.model.finetune == "none" and config.data.loading != "streaming"
 
 
 def row_bytes(config: Config) -> int:
     """Return the bytes that one row takes in memory.
 
-    These are its decoded pixels, or with a frozen encoder its cached features.
+    These are its decoded pixels, or with a frozen encoder its cached features: of the
+    evaluation view and of all random views.
+
+    Args:
+        config: The configuration of the run.
     """
     if config.model.finetune != "none":
         return 3 * config.data.stored_size**2
