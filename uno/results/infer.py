@@ -629,7 +629,9 @@ def score_rows(
 
     Args:
         model: The model.
-        decode: Decodes the images of batches of row numbers, see :data:`Decode`.
+        decode: Takes batches of row numbers; yields for each batch the row numbers, the
+            pixels or features, and why each row could not be read, or None, as the
+            function that :func:`decoder` returns.
         batches: Row numbers of each batch, int64 (b,), with b at most
             ``model.batch_rows``.
 
@@ -653,7 +655,9 @@ def sample_logits(
 
     Args:
         model: The model.
-        decode: Decodes the images of batches of row numbers, see :data:`Decode`.
+        decode: Takes batches of row numbers; yields for each batch the row numbers, the
+            pixels or features, and why each row could not be read, or None, as the
+            function that :func:`decoder` returns.
         rows: Row numbers, int64 (N,).
         limit: The largest number of rows in the sample, which is evenly spaced.
 

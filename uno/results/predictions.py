@@ -116,7 +116,8 @@ class InputSpec(NamedTuple):
 
     Attributes:
         size: The side of the square images in pixels.
-        chunk_rows: The number of images to decode at once, see :class:`Chunk`.
+        chunk_rows: The number of images to decode at once, the rows of a
+            :class:`Chunk`.
         decoding: How the images are resized and scaled to 8 bits.
     """
 

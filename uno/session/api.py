@@ -278,10 +278,14 @@ class Model:
         """Classify images under PyTorch's default settings, see :meth:`predict`.
 
         Args:
-            images: The argument of :meth:`predict`, not checked yet.
+            images: What the caller has given to :meth:`predict`, not checked yet: a
+                list or array of images, or of vectors for a model of vectors.
+
+        Returns:
+            The predictions, in the order of the images.
 
         Raises:
-            ConfigError: The argument has another type or shape.
+            ConfigError: ``images`` has another type or shape.
         """
         model, given = self._classifier, images
         how = Decoding.of(model.config.data)

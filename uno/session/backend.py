@@ -145,8 +145,14 @@ class LocalBackend:
     ) -> AbstractContextManager[Compute]:
         """Return a context manager with a function that encodes rows in this process.
 
-        The function computes features of a frozen encoder, see
-        :data:`uno.session.data.Compute`. Both arguments are not used here.
+        The function computes features of a frozen encoder. It takes a
+        :class:`~uno.data.features.FeatureJob` (all rows, and how to encode them), the
+        encoder, and row numbers int64 (n,); and yields the features in chunks, in the
+        order of the row numbers.
+
+        Args:
+            config: Not used here; the job has the configuration.
+            should_stop: Not used here.
         """
         return nullcontext(compute_local)
 

@@ -90,8 +90,10 @@ class Backend(Protocol):
     ) -> AbstractContextManager[Compute]:
         """Return a context manager with a function that encodes rows.
 
-        The function computes features of a frozen encoder, see
-        :data:`uno.session.data.Compute`.
+        The function computes features of a frozen encoder. It takes a
+        :class:`~uno.data.features.FeatureJob` (all rows, and how to encode them), the
+        encoder, and row numbers int64 (n,); and yields the features in chunks, in the
+        order of the row numbers.
 
         Args:
             config: The configuration, which decides the device and the workers.
