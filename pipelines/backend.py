@@ -70,12 +70,18 @@ class RayBackend(LocalBackend):
         """Train and evaluate a run with Ray Data and Ray Train.
 
         Args:
-            run: The run, whose directory is locked. ``run.phases`` are trained from
-                their newest checkpoints; without phases the run is only evaluated.
+            run: The run, inside ``run.locked()``, so that no other command writes into
+                its directory. ``run.phases`` are trained from their newest checkpoints;
+                without phases the run is only evaluated.
             show: Takes each line of training metrics, values by name.
 
         Returns:
             The metrics of the evaluation by name; empty if ``run.evaluate`` is False.
+
+        Raises:
+            ConfigError: The cluster has no place for the workers, or too many images
+                cannot be read.
+            Interrupted: The user has asked to stop, or workers keep dying.
         """
         return run_on_ray(run, show)
 
@@ -121,7 +127,8 @@ class RayBackend(LocalBackend):
             writer: Has the rows to classify, and writes a Parquet file of predictions
                 for each partition of rows. Partitions that are written already are not
                 computed again.
-            show: Is called with the number of finished rows and the number of all rows.
+            show: Is called as ``show(done, total)`` with the number of finished rows
+                and the number of all rows.
 
         Returns:
             The path of the predictions, and the numbers of all, readable and unreadable
@@ -155,8 +162,8 @@ class RayBackend(LocalBackend):
         """Estimate the number of novel classes, with several tasks of Ray at once.
 
         Args:
-            run: The run with the labeled and unlabeled rows. The estimate is stored in
-                its directory.
+            run: The run with the labeled and unlabeled rows, inside ``run.locked()``.
+                The estimate is stored in its directory.
             settings: The parameters of the estimate, such as the largest number to try.
 
         Returns:

@@ -260,8 +260,11 @@ def _free_on_node(tree: Mapping[str, Any]) -> "FreeMemory":
 def startup_timeout_s(config: Config) -> float:
     """Return how many seconds a command waits for nodes of a cluster when it starts.
 
-    These are ``compute.wait_minutes`` of the configuration. It is 0 if the command
-    starts a private cluster on this machine, which cannot grow.
+    These are ``compute.wait_minutes`` of the configuration, converted to seconds. It is
+    0 if the command starts a private cluster on this machine, which cannot grow.
+
+    Args:
+        config: The configuration of the run.
     """
     return 60 * config.compute.wait_minutes if cluster_address() else 0.0
 

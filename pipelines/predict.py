@@ -56,7 +56,8 @@ class WriterPool(NamedTuple):
 
     Attributes:
         storage: The directory of the results.
-        write: Writes the results of a partition, see :data:`Write`.
+        write: Writes the results of a partition, as ``write(storage, number,
+            results)``: the directory, the number of the partition, and its table.
         part_rows: The number of rows of a partition, a multiple of the rows of a chunk.
             The last partition may have fewer.
     """
@@ -159,7 +160,8 @@ class ModelActor:
     """A Ray actor that builds a model on its own node and calls it with chunks of rows.
 
     Args:
-        build: Builds the model, see :func:`map_through_model`.
+        build: Builds the model by ``build(device, threads, *loaded)``. The model maps a
+            table of decoded images to a table of results.
         config: The configuration of the run.
         resources: The resources of the actor (``CPU``, ``GPU``).
         loaded: Further arguments for ``build``.
@@ -207,7 +209,8 @@ class Writer:
 
     Args:
         target: The directory of the results.
-        write: Writes the results of a partition, see :data:`Write`.
+        write: Writes the results of a partition, as ``write(storage, number,
+            results)``: the directory, the number of the partition, and its table.
         size: The number of rows of a partition. The last one may have fewer.
     """
 
@@ -249,8 +252,8 @@ def predict_on_ray(
         writer: Has the rows to classify, and writes a Parquet file of predictions for
             each partition of rows. Partitions that are written already are not computed
             again.
-        on_progress: Is called with the number of finished rows and the number of all
-            rows.
+        on_progress: Is called as ``on_progress(done, total)`` with the number of
+            finished rows and the number of all rows.
 
     Returns:
         The path of the predictions, and the numbers of all, readable and unreadable

@@ -84,8 +84,10 @@ def shared(
         task: The N rows of the run, with their classes, splits and encoded images.
         reasons: For each row the reason why it cannot be read, or None; a single None
             if no image was read yet. Unreadable rows are left out.
-        features: Cached features of a frozen encoder, float32 (N, 1 + V, D), that
-            replace the images; None without them.
+        features: Cached features of a frozen encoder that replace the images, float32
+            (N, 1 + V, D): D numbers for the evaluation view (the image without
+            augmentation) and for each of V random views. None if the encoder is
+            trained.
         images: The references to the tables of decoded images from :func:`decode_task`;
             None if the run trains on features or streams its images.
 
@@ -701,11 +703,12 @@ def own_error(error: BaseException | None) -> UnoError | None:
     """Return the UnoError that made a task of Ray fail, or None if there is none.
 
     Args:
-        error: The error that Ray raised, with its causes.
+        error: The error that Ray raised, with its causes (attributes ``cause`` and
+            ``__cause__``), which are searched. None if there is no error.
 
     Returns:
         A new error of the same class with only the first line of its text, because Ray
-        adds lines and a traceback.
+        adds lines and a traceback; None if no cause is a UnoError.
     """
     while error is not None:
         cause = getattr(error, "cause", None)

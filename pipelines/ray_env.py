@@ -234,8 +234,9 @@ def in_thread(
 
     Args:
         function: The function. An error that it raises is raised here.
-        on_poll: Is called in the calling thread every half second during the wait. An
-            error that it raises ends the wait, but not the thread.
+        on_poll: Is called without arguments in the calling thread every half second
+            during the wait. An error that it raises ends the wait, but not the thread.
+            By default nothing is called.
     """
     result: Future[T] = Future()
 
@@ -258,6 +259,9 @@ def check_address(address: str) -> None:
 
     Ray itself would try for minutes, without a message. An address of another form is
     accepted without a check, except for that of a dashboard.
+
+    Args:
+        address: The address, such as ``RAY_ADDRESS`` holds it.
 
     Raises:
         ConfigError: The address does not accept a connection within 10 s, or it is the

@@ -204,7 +204,8 @@ def train_rank(
 
     Args:
         config: The configuration of the run.
-        loop: The argument of :func:`train_loop`.
+        loop: The argument of :func:`train_loop`. Of its values "phases", "evaluate",
+            "num_true", "worker_cpus" and the references to the data are read.
         worker: This rank.
         storage: The directory of the run, which can be written while the lock has the
             token of this group.
@@ -266,7 +267,8 @@ def run_on_ray(run: Run, show: Show) -> dict[str, float]:
     this process stays connected until ``run.cleanup`` is closed.
 
     Args:
-        run: The run, whose directory is locked.
+        run: The run, inside ``run.locked()``, so that no other command writes into its
+            directory. ``run.phases`` are trained from their newest checkpoints.
         show: Takes each line of training metrics, values by name, which rank 0 sends.
 
     Returns:
@@ -342,7 +344,8 @@ def run_workers(
     cluster can place it, and the group resumes from the newest checkpoint.
 
     Args:
-        run: The run, whose directory is locked.
+        run: The run, inside ``run.locked()``, because ``run.lock`` is used: each group
+            gets a new token of it.
         config: The configuration of the run, with a batch size that fits the rows that
             can be read.
         resources: The amount of each resource of a worker, by its name (``CPU``,

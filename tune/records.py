@@ -205,6 +205,9 @@ def ranking(trials: list[Trial]) -> list[Trial]:
     A trial with more epochs comes before one with fewer, because scores after different
     numbers of epochs cannot be compared. With as many epochs, the higher score after
     the last epoch comes first. Failed and unfinished trials are left out.
+
+    Args:
+        trials: The trials of a sweep, in any order. The list is not changed.
     """
     sound = [
         t for t in trials if t.status in (FINISHED, STOPPED) and math.isfinite(t.score)
@@ -218,8 +221,13 @@ def best_trial(trials: list[Trial]) -> Trial | None:
     It is the trial with the highest score of those that have trained all epochs. But
     trial 0, the configuration that the user gave, is preferred if it has trained all
     epochs, too, and its score is at most one standard error of the highest score lower
-    (the rule of Breiman et al. 1984). None means that no trial has trained all epochs
-    with a finite score.
+    (the rule of Breiman et al. 1984).
+
+    Args:
+        trials: All trials of the sweep, in any order.
+
+    Returns:
+        The trial; None if no trial has trained all epochs with a finite score.
     """
     finished = [trial for trial in ranking(trials) if trial.status == FINISHED]
     if not finished:

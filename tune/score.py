@@ -74,7 +74,9 @@ class SweepData(NamedTuple):
     """The training data that all trials of a sweep share, N rows.
 
     Attributes:
-        images: The pixels, features or unread images of the rows, see :data:`Source`.
+        images: Pixels uint8 (N, 3, S, S) with sides of S pixels; or features of a
+            frozen encoder, float32 (N, 1 + V, D), D numbers for the evaluation view and
+            for each of V random views; or images that are read later, :class:`Unread`.
         labels: int64 (N,): the known class of a labeled training row, or -1.
         unlabeled: bool (N,): whether a row is an unlabeled training row. Rows that are
             known to be unreadable are neither labeled nor unlabeled.

@@ -75,7 +75,8 @@ class SweepOptions(NamedTuple):
     def grace_period(self, num_epochs: int) -> int:
         """Return the number of epochs before ASHA may stop a trial.
 
-        It is ``grace_epochs``, by default a sixth of all epochs, and at least 1.
+        It is ``grace_epochs``; if that is None, a sixth of all epochs, but at least 1.
+        It is never more than all epochs.
 
         Args:
             num_epochs: The number of epochs of a trial.

@@ -115,13 +115,16 @@ def line_chart(
         x_label: Label of the x axis.
         series: The curves.
         dots: Further marks.
-        x_range: Ends of the x axis, by default those of the points.
-        y_range: Ends of the y axis, by default those of the points and zero.
-        x_ticks: Positions and labels on the x axis, by default round numbers.
+        x_range: The lower and upper end of the x axis; None for the smallest and the
+            largest x of all points and marks.
+        y_range: The lower and upper end of the y axis; None for the smallest y of all
+            points and marks, or zero if that is smaller, and the largest y.
+        x_ticks: Pairs of an x value and its label on the x axis; None for round
+            numbers.
         width: Width in pixels.
 
     Returns:
-        The chart, or None if there are no finite points.
+        The chart, or None if there is neither a finite point nor a mark.
     """
     kept = [
         s._replace(points=[p for p in s.points if all(map(math.isfinite, p))])
@@ -175,7 +178,12 @@ def line_chart(
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Return about four round numbers between the ends of an axis, low < high."""
+    """Return about four round numbers between the ends of an axis.
+
+    Args:
+        low: The lower end.
+        high: The upper end, larger than ``low``.
+    """
     raw = (high - low) / 4
     power = 10.0 ** math.floor(math.log10(raw))
     step = power * min((1, 2, 5, 10), key=lambda m: abs(m * power - raw))

@@ -71,11 +71,13 @@ class RunData:
 def read_facts(storage: Storage, metrics: Mapping[str, float] | None = None) -> RunData:
     """Read the files of a run directory that its report shows.
 
-    Missing files count as empty. So do damaged files, but their names are recorded.
+    Missing files count as empty. So do damaged files, but their names are recorded in
+    the attribute ``unreadable`` of the result.
 
     Args:
         storage: The run directory.
-        metrics: Metrics to use instead of those in the directory; None for those.
+        metrics: The metrics of the run by key, instead of those in the directory. None
+            reads the file ``metrics.json``.
 
     Returns:
         The content of the files: metrics, environment, training history and others.
@@ -129,6 +131,9 @@ def curves(facts: RunData) -> list[Chart]:
 
     They are the loss and the learning rate of each phase over steps, and the loss of
     each cluster head over epochs. Charts without a point are left out.
+
+    Args:
+        facts: The content of the run directory, with the lines of metrics.
     """
     charts = []
     for phase, title in runs.PHASES.items():
@@ -150,9 +155,13 @@ def curves(facts: RunData) -> list[Chart]:
 def estimate_chart(facts: RunData) -> Chart | None:
     """Draw how well each number k of novel classes fits, by ``uno estimate-classes``.
 
+    Args:
+        facts: The content of the run directory, with the estimate.
+
     Returns:
-        A chart of several scores over k, such as the accuracy of k clusters on known
-        classes; None if the run has no estimate of the number of classes.
+        A chart over k, of the mean F1 score of known classes, or for a frozen encoder
+        of the probability of k; None if the run has no estimate of the number of
+        classes.
     """
     ks, stored = facts.estimate.get("ks"), facts.estimate.get("curves")
     if not isinstance(ks, list) or not isinstance(stored, dict):
@@ -184,6 +193,9 @@ def times(facts: RunData) -> list[tuple[str, str]]:
     """Describe how long the training steps of each phase took.
 
     A phase that took no steps has no lines of metrics, and is left out.
+
+    Args:
+        facts: The content of the run directory, with the lines of metrics.
 
     Returns:
         Pairs of a title and a text for the report, such as ``("Discovery time", "12 min

@@ -137,8 +137,11 @@ def summarize(task: Task, sample: Sample) -> SampleSummary:
 def _majority(truth: NDArray[np.int64], names: list[str]) -> tuple[str, float] | None:
     """Return the most frequent true class of some rows, and its share.
 
+    Of several classes that are as frequent, it is the first.
+
     Args:
-        truth: True classes of the rows, int64 (n,), or -1 for rows without.
+        truth: True classes of the rows, int64 (n,), as indices into ``names``; -1 for
+            rows without a true class.
         names: Names of the classes.
 
     Returns:

@@ -92,7 +92,8 @@ def count(number: float) -> str:
 def percent(fraction: float | None) -> str:
     """Format a fraction in percent with one decimal: 0.123 becomes ``12.3``.
 
-    None and NaN become a dash.
+    Args:
+        fraction: A number, usually 0-1. None (no value) and NaN become a dash.
     """
     return "–" if fraction is None or fraction != fraction else f"{100 * fraction:.1f}"  # noqa: RUF001
 

@@ -63,8 +63,9 @@ class Album:
         rows: The rows of the run.
         index: Row numbers (M,) of the sample of rows that the report shows.
         confidence: Probability of the predicted class of each row in the sample, (M,).
-        groups: For each class the indices of its members in the sample.
-        value_range: As in :class:`uno.data.decode.Decoding`.
+        groups: For each class the indices of its members in the sample, int64 (n,).
+        value_range: The stored values (black, white) that become 0 and 255 in gray
+            images of more than 8 bits; None for 0 and 65,535.
 
     Attributes:
         has_pictures: Whether rows have pictures. Other rows are shown as text.

@@ -55,12 +55,18 @@ def write_report(
         storage: The run directory.
         task: The rows of the run, or None if the data is gone or has changed.
         device: The device on which images are classified.
-        note: A sentence for the top of the report, such as why there is no ``task``.
-        model: The model of the run; None for the one in its directory.
-        metrics: The metrics of the run; None for those in its directory.
+        note: A sentence for the top of the report, such as why there is no ``task``; ""
+            for none.
+        model: The model of the run; None for the one in its directory, or of its newest
+            checkpoint. It is moved to ``device``.
+        metrics: The metrics of the run by key; None for those in its directory.
 
     Returns:
         The path or URI of the report.
+
+    Raises:
+        StorageError: The report cannot be written. Damaged files of the run raise no
+            error; the report names them.
     """
     run_data = facts.read_facts(storage, metrics)
     values = run_data.metrics
@@ -118,8 +124,9 @@ def open_task(config: Config, storage: Storage) -> tuple[Task | None, str]:
         storage: The run directory.
 
     Returns:
-        The rows and an empty string; or None and a sentence that says why the data
-        cannot be shown: it is gone, or it has changed since the run.
+        The rows with their classes and splits, and an empty string; or None and a
+        sentence that says why the data cannot be shown: it is gone, or it has changed
+        since the run. Neither raises an error.
     """
     recorded = facts.read_facts(storage).environment.get("data_fingerprint")
     try:

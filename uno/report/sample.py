@@ -180,7 +180,8 @@ def score_sample(task: Task, model: Classifier, decode: Decode) -> Sample:
     Args:
         task: The rows of the run.
         model: The model of the run.
-        decode: Decodes rows for the model.
+        decode: Decodes batches of row numbers for the model, as
+            :func:`uno.results.infer.decoder` returns it.
 
     Returns:
         The rows that can be read, with features and predictions.

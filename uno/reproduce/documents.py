@@ -119,11 +119,13 @@ def _measured(
 def _accuracy(line: Line) -> str:
     """Format a measured accuracy: ``50.0 ± 1.0 (−40.0 ± 0.0)``.
 
-    The brackets have the mean difference to the row that the row is compared to, if
-    there is one.
+    If the row of the table is compared to another row (such as UNO itself), the mean
+    difference of the two is in brackets.
 
     Args:
-        line: A measured line of :attr:`uno.reproduce.summary.Results.lines`.
+        line: A measured line of :attr:`uno.reproduce.summary.Results.lines`: "mean" and
+            "sd" in percent and, for a difference, "effect" and "effect_sd" in points. A
+            standard deviation of None, of a single seed, is left out.
     """
     text = format_mean_sd(line["mean"], line["sd"])
     if "effect" in line:
@@ -222,10 +224,13 @@ def _inert(text: str) -> str:
 def write(storage: Storage, results: Results, command: str) -> None:
     """Write the results of a table as ``NAME.md`` and ``NAME.json``.
 
+    NAME is the name of the table, so several tables may share a directory. Existing
+    files of these names are replaced.
+
     Args:
-        storage: The directory to write into. Several tables may share it.
+        storage: The directory to write into.
         results: The table with the results of its finished runs.
-        command: The command that computes them, for both files.
+        command: The command line that computes these results. Both files show it.
     """
     name, where = results.table.name, facts(results, command)
     text = [

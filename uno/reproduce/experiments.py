@@ -214,6 +214,9 @@ def build(name: str, scale: str) -> Table:
         name: The name of the table, one of :func:`names`.
         scale: "full" for the scale of the paper, "small" for two CPU cores.
 
+    Returns:
+        The table with its rows, data sets and published numbers.
+
     Raises:
         ConfigError: There is no table of that name.
     """
@@ -296,8 +299,8 @@ def _make_cell(
         row: The row of the table.
         benchmark: The data set.
         config: The configuration of the run.
-        code: The hash of each source file of the user's own encoder; None for an
-            encoder of another kind.
+        code: The hash of each source file of an encoder that is the user's own code, by
+            module; None for an encoder of this package or of a library.
     """
     # a plain command line needs no torch
     from uno.data.features import settings as settings_of_features

@@ -43,13 +43,15 @@ def export_predictions(
         target: The directory of the files.
         format: A key of :data:`TABLES` or :data:`ANNOTATIONS`.
         images: The folder or URL of the images as the tool sees it, to which the ids of
-            the images are appended. None for the path of each image itself.
+            the images are appended. None for the path of each image itself (for "cvat",
+            its id). Tables ignore it.
 
     Returns:
         The paths of the written files.
 
     Raises:
-        ConfigError: ``images`` is None, and an image has no file of its own.
+        ConfigError: ``images`` is None, an image has no file of its own, and the format
+            is "label-studio" or "fiftyone".
         StorageError: The directory has no complete predictions, or they are damaged.
     """
     if read_identity(storage) is None:
@@ -65,7 +67,19 @@ def export_predictions(
 
 
 def read_predicted(storage: Storage) -> Iterator[dict[str, Any]]:
-    """Yield the readable images of the predictions with the keys :data:`FACTS`."""
+    """Yield the images of complete predictions that could be read.
+
+    Args:
+        storage: The directory of the predictions.
+
+    Yields:
+        For each image its "id", "uri" (its path or URI, None if it has no file of its
+        own), "class_name", "kind" ("known", "novel" or "rejected"), "probability" (0-1)
+        and "status" ("ok").
+
+    Raises:
+        StorageError: A file is damaged.
+    """
     for batch in read_batches(storage, [*FACTS, "status"]):
         yield from (row for row in batch.to_pylist() if row["status"] == "ok")
 
@@ -74,9 +88,9 @@ def locate_image(row: Mapping[str, Any], images: str | None) -> str:
     """Return the path or URL under which a tool finds the image of a row.
 
     Args:
-        row: A row of the predictions.
-        images: The folder or URL that stands in place of the folder of the data, or
-            None for the paths of the predictions.
+        row: A row of the predictions, with its "id" and "uri" (path or URI, or None).
+        images: The folder or URL of the images as the tool sees it; the result is this,
+            a slash and the id of the row. None for the "uri" of the row.
 
     Raises:
         ConfigError: The image is inside a table or an archive, and ``images`` is None.
@@ -99,6 +113,18 @@ def write_label_studio(
 
     Local paths become URLs of Label Studio's local files with the document root ``/``.
     Label Studio keeps the ``data`` of each task that it exports, and so the id.
+
+    Args:
+        rows: The images, with the keys of :func:`read_predicted`: "id", "uri",
+            "class_name", "kind" and "probability".
+        images: The folder or URL of the images as the tool sees it, to which the ids
+            are appended. None for the "uri" of each row.
+
+    Returns:
+        The contents of ``label-studio.json`` and ``label-studio.xml``, by name.
+
+    Raises:
+        ConfigError: ``images`` is None, and a row has no "uri".
     """
     tasks, names = [], set[str]()
     for row in rows:
@@ -138,8 +164,19 @@ def write_fiftyone(
 ) -> dict[str, bytes]:
     """Write a ``FiftyOneImageClassificationDataset`` that refers to the images.
 
-    ``labels.json`` has the class and its confidence of each image, and ``data.json``
-    its path.
+    Args:
+        rows: The images, with the keys of :func:`read_predicted`: "id", "uri",
+            "class_name", "kind" and "probability".
+        images: The folder or URL of the images as the tool sees it, to which the ids
+            are appended. None for the "uri" of each row.
+
+    Returns:
+        The contents of two files, by name. ``fiftyone/data.json`` has the path of each
+        image, and ``fiftyone/labels.json`` its predicted class with the probability as
+        confidence.
+
+    Raises:
+        ConfigError: ``images`` is None, and a row has no "uri".
     """
     paths, labels = dict[str, str](), dict[str, dict[str, Any]]()
     for index, row in enumerate(rows):
@@ -167,8 +204,17 @@ def write_cvat(
 ) -> dict[str, bytes]:
     """Write tags of images as "CVAT for images 1.1".
 
-    CVAT finds an image by its name in the task, which is its id, or the id below
-    ``images``.
+    CVAT finds an image by its name in the task.
+
+    Args:
+        rows: The images, with the keys of :func:`read_predicted`: "id", "uri",
+            "class_name", "kind" and "probability". The size of an image is read from
+            the file at "uri", and left out if there is none.
+        images: The folder to which the id of an image is appended for its name. None if
+            the name is the id.
+
+    Returns:
+        The content of ``cvat.xml``, by name.
     """
     root = ElementTree.Element("annotations")
     ElementTree.SubElement(root, "version").text = "1.1"
@@ -266,9 +312,16 @@ def count_labels(
 
 
 def measure_image(path: str | None) -> dict[str, str]:
-    """Return the width and height of an image file, nothing if there is no such file.
+    """Return the width and height of an image file.
 
     Only the header of the file is read.
+
+    Args:
+        path: The path or URI of the file; None for an image without a file.
+
+    Returns:
+        "width" and "height" in pixels, as text. Empty for None, and if the file cannot
+        be read.
     """
     if path is None:
         return {}

@@ -140,15 +140,18 @@ def baselines(
 
 
 def novel_baselines(config: Config, rows: Rows, num_novel: int) -> Iterator[Baseline]:
-    """Yield k-means and spectral clustering of the rows of novel classes, as tasks.
+    """Yield k-means and spectral clustering of the rows of novel classes.
 
-    Their metrics are ``baseline/{kmeans|spectral}/novel/{metric}``. Spectral clustering
-    is left out if there are more than ``MAX_GRAPH_ROWS`` rows.
+    The rows are clustered by their features. Nothing is computed here: a
+    :class:`Baseline` has a job that computes the clusters on one rank, and a function
+    that turns the clusters into metrics. Their keys are
+    ``baseline/{kmeans|spectral}/novel/{metric}``. Spectral clustering is left out if
+    there are more than ``MAX_GRAPH_ROWS`` rows.
 
     Args:
         config: The configuration of the run, which has the seed.
-        rows: The rows of novel classes.
-        num_novel: The number of clusters.
+        rows: The features and true classes of rows of novel classes.
+        num_novel: The number of clusters, at most the number of rows.
     """
     features, truth = rows
     jobs: dict[str, Callable[[], Tensor]] = {
@@ -189,9 +192,9 @@ def spectral_clusters(
     """Cluster rows by spectral clustering of the graph of their nearest neighbors.
 
     Args:
-        features: Features (N, D) of labeled and unlabeled rows.
-        labels: Known classes (N,) of the labeled rows, and FREE (-1) for unlabeled
-            ones.
+        features: Features (N, D) of labeled and unlabeled rows, D numbers each.
+        labels: Known classes of the labeled rows, and FREE (-1) for unlabeled ones,
+            int64 (N,).
         num_novel: Number of novel clusters.
         gcd: Whether unlabeled rows can belong to known classes. Labeled rows are then
             fixed to their classes; otherwise only unlabeled rows are clustered.
@@ -250,18 +253,24 @@ def direction_clusters(features: ArrayLike, num_clusters: int, seed: int) -> Ten
 def generalized_baselines(
     config: Config, unlabeled_rows: Rows, labeled_rows: Rows, train: TrainData
 ) -> Iterator[Baseline]:
-    """Yield clusterings of the unlabeled rows of a GCD run into all classes, as tasks.
+    """Yield clusterings of the unlabeled rows of a GCD run into all classes.
 
-    Their metrics are
-    ``baseline/{kmeans|constrained_kmeans|spectral}/gcd/{all|old|new}``. k-means uses no
-    label. In the other two the labeled rows are fixed to their classes. Spectral
-    clustering is left out if there are more than ``MAX_GRAPH_ROWS`` rows. Nothing is
-    yielded if fewer unlabeled rows than classes or no labeled rows can be read.
+    In GCD, generalized category discovery, unlabeled rows can belong to known or novel
+    classes. The rows are clustered by their features. Nothing is computed here: a
+    :class:`Baseline` has a job that computes the clusters on one rank, and a function
+    that turns the clusters into metrics. Their keys are
+    ``baseline/{kmeans|constrained_kmeans|spectral}/gcd/{all|old|new}``, where old are
+    known and new are novel classes.
+
+    k-means uses no label. In the other two the labeled rows are fixed to their classes.
+    Spectral clustering is left out if there are more than ``MAX_GRAPH_ROWS`` rows.
+    Nothing is yielded if fewer unlabeled rows than classes or no labeled rows can be
+    read.
 
     Args:
         config: The configuration of the run, which has the seed.
-        unlabeled_rows: The readable unlabeled rows with their true classes.
-        labeled_rows: The readable labeled rows with their classes.
+        unlabeled_rows: Features and true classes of the readable unlabeled rows.
+        labeled_rows: Features and classes of the readable labeled rows.
         train: The training set, which has the numbers of known and novel classes.
     """
     unlabeled, truth = unlabeled_rows

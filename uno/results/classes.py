@@ -111,6 +111,9 @@ class ModelClasses(BaseModel):
     def parse(cls, data: bytes) -> ModelClasses:
         """Parse the content of ``classes.json``.
 
+        Args:
+            data: The content of the file.
+
         Raises:
             StorageError: The content is damaged.
         """
@@ -124,7 +127,11 @@ class ModelClasses(BaseModel):
         return self.model_dump_json(indent=1).encode()
 
     def with_classes(self, classes: Sequence[OutputClass]) -> ModelClasses:
-        """Return a copy with other output classes, and everything else unchanged."""
+        """Return a copy with other output classes, and everything else unchanged.
+
+        Args:
+            classes: All output classes, by index. They are not checked.
+        """
         return self.model_copy(update={"classes": [*classes]})
 
     @property
@@ -160,6 +167,9 @@ def prediction_labels(classes: Sequence[OutputClass]) -> list[tuple[str, str]]:
 
     Rows of a dropped class have the kind "rejected" and the name "rejected". If a class
     that was not dropped has this name, the name is "rejected-1" and so on.
+
+    Args:
+        classes: All output classes of the model, by index.
 
     Returns:
         For each class its name, and "known", "novel" or "rejected".
@@ -208,13 +218,20 @@ def merge_outputs(probabilities: Tensor, classes: Sequence[OutputClass]) -> Tens
 def without_merges(classes: Sequence[OutputClass]) -> list[OutputClass]:
     """Return the classes as if none had been merged or dropped.
 
-    Their names stay as they are.
+    Args:
+        classes: The output classes. They are not changed.
+
+    Returns:
+        Copies with the same names, where ``into`` is the class itself.
     """
     return [replace(c, into=c.index) for c in classes]
 
 
 def edits_of(classes: Sequence[OutputClass]) -> list[tuple[OutputClass, str]]:
     """Describe whether the user has merged or dropped each discovered class.
+
+    Args:
+        classes: All output classes of the model, by index.
 
     Returns:
         For each discovered class the class itself, and "" if it is kept, "merged into
@@ -232,6 +249,9 @@ def edits_of(classes: Sequence[OutputClass]) -> list[tuple[OutputClass, str]]:
 
 def hashes(classes: Sequence[OutputClass]) -> dict[str, str]:
     """Return hashes of the names and of the merges and drops of a model's classes.
+
+    Args:
+        classes: All output classes of the model, by index.
 
     Returns:
         "names": a hash of all names. "routes": a hash of the class that each class is
@@ -394,14 +414,18 @@ def read_edits(
 def _edits_by_index(
     entries: Sequence[ClassEdit], classes: Sequence[OutputClass]
 ) -> dict[int, ClassEdit]:
-    """Return the entry of every discovered class in ``classes.yaml`` by its index.
+    """Return the entries of ``classes.yaml`` by the index of the discovered class.
 
     Args:
         entries: All entries of the file.
         classes: All classes of the model.
 
+    Returns:
+        Index of a discovered class -> its entry, for all discovered classes.
+
     Raises:
-        ValueError: A class has no entry or two, or an entry is of no discovered class.
+        ValueError: A discovered class has no entry, or two; or the index of an entry is
+            not that of a discovered class.
     """
     novel = {c.index: c.name for c in classes if c.kind == "novel"}
     edits: dict[int, ClassEdit] = {}
@@ -478,9 +502,9 @@ def rename_classes(
     """Change the names of discovered classes.
 
     Args:
-        classes: The classes.
-        words: Names to set, such as ``5=nine``: the index or the present name of a
-            discovered class, and its new name.
+        classes: All classes of the model. They are not changed.
+        words: Names to set, such as ``5=nine`` or ``novel-1=nine``: the index or the
+            present name of a discovered class, and its new name.
 
     Returns:
         All classes. Whether the new names are valid is not checked.

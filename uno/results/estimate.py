@@ -67,7 +67,8 @@ def run_local(
 ) -> Results:
     """Call a function for several items in this process, one after the other.
 
-    It is one of the ways to run independent tasks, see :data:`Tasks`.
+    It is one of the ways to run independent tasks, see :data:`Tasks`. An item is
+    computed when its result is asked for. An error of the function appears then.
 
     Args:
         function: Called as ``function(*shared, item)``.
@@ -210,14 +211,21 @@ def estimate_num_novel(
     Args:
         config: The configuration of the run. If ``model.finetune`` is "none", the
             features of the frozen encoder are clustered, and nothing is pretrained.
-        train: The training rows, on the host. Its ``num_novel`` is not read.
+        train: The training rows, on the host: images, or features if the encoder is
+            frozen. Its ``num_novel`` is not read.
         known: The names of the known classes, by index.
-        storage: The directory of the run.
+        storage: The directory of the run, locked by this command.
         device: The device of pretraining and clustering.
-        settings: The settings of the estimate, by default ``Settings()``.
-        tasks: Runs pretraining and clustering, in this process or elsewhere, see
-            :data:`Tasks`. The results do not depend on where.
-        report: Takes a line of text after each pretrained encoder.
+        settings: The settings of the estimate; None for the defaults of
+            :class:`Settings`.
+        tasks: Runs pretraining and clustering as ``tasks(function, shared, items)``,
+            see :data:`Tasks`; by default :func:`run_local`, in this process. The
+            results do not depend on where. It is not used for a frozen encoder.
+        report: Called with a line of text after each pretrained encoder. By default
+            nothing is reported.
+
+    Returns:
+        The estimate with its interval, as stored in ``estimate.json``.
 
     Raises:
         ConfigError: There are too few known classes or unlabeled rows.
@@ -303,8 +311,11 @@ def estimate_frozen(
             used.
         storage: The directory with ``estimate.json``. If the file holds an estimate
             from the same data and settings, it is returned; otherwise it is written.
-        settings: Its ``max_novel`` is the largest number that is considered. Nothing
-            else is read.
+        settings: Its ``max_novel`` is the largest number that is considered; None for
+            no limit. Nothing else is read.
+
+    Returns:
+        The estimate with its interval.
     """
     gcd, most = config.data.setting == "gcd", settings.max_novel
     fitted = num_classes.calibration()

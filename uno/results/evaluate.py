@@ -55,7 +55,7 @@ def evaluate_run(
     worker: Worker,
     trained: tuple[UnoModel, int] | None = None,
 ) -> dict[str, float]:
-    """Evaluate a trained run, and return its metrics as fractions by key.
+    """Evaluate a trained run, and return its metrics by key.
 
     The metrics are those of all protocols on both splits, the baselines, and the
     measures of :mod:`uno.results.trust`, which need no labels of novel classes. All
@@ -67,12 +67,21 @@ def evaluate_run(
     Args:
         config: The configuration of the run.
         storage: The run directory, with the trained checkpoint.
-        train: The training rows.
-        sets: The rows of "train" and "test" with their true classes.
+        train: The rows that training may see, on the device of the worker.
+        sets: The rows with their true classes, by split: "train" and "test".
         num_true: The number of known and novel classes that the true classes index.
-        worker: The process that evaluates.
-        trained: The trained model and the index of its best head, by default those of
-            the newest checkpoint. The model is moved to the worker's device.
+        worker: The process that evaluates: a local process or one rank of several.
+        trained: The trained model, and the index of its best head, the one with the
+            lowest training loss. The model is moved to the worker's device. None loads
+            both from the newest checkpoint of discovery.
+
+    Returns:
+        The metrics, such as ``test/novel/task_aware/acc/best``. Accuracies and most
+        others are fractions 0-1, see :func:`protocol_metrics`, :func:`gcd_metrics` and
+        :func:`~uno.results.trust.trust_metrics`.
+
+    Raises:
+        StorageError: ``trained`` is None, and there is no valid checkpoint.
     """
     model, best_head = trained or load_trained(
         config, storage, train.num_known, train.num_novel
@@ -137,9 +146,10 @@ class Edits(NamedTuple):
 
     Attributes:
         classes: The output classes.
-        alignment: Which clusters of different heads are the same class: for each head
-            and each cluster of the best head the corresponding cluster, int64 (H, K);
-            None if it is not known.
+        alignment: Which clusters of different heads are the same class: for each of H
+            heads and each of K clusters of the best head (the one with the lowest
+            training loss) the corresponding cluster, int64 (H, K); None if it is not
+            known.
     """
 
     classes: list[OutputClass]
@@ -147,7 +157,11 @@ class Edits(NamedTuple):
 
     @property
     def dropped(self) -> list[int]:
-        """The indices of the dropped classes. Rows predicted as these are rejected."""
+        """The indices of the classes that the user dropped.
+
+        Rows that are predicted as one of these are rejected: they get no class, and
+        count as wrong in accuracies.
+        """
         return [c.index for c in self.classes if c.into is None]
 
     @property
@@ -159,10 +173,15 @@ class Edits(NamedTuple):
 def read_edits(storage: Storage) -> Edits | None:
     """Read the merged and dropped classes of a run's model.
 
+    Args:
+        storage: The run directory.
+
     Returns:
-        The classes, and the matching of the heads' outputs to classes; None if there is
-        no model yet, or no class was
-        merged or dropped.
+        The output classes, and the alignment of the heads; None if there is no model
+        yet, or no class was merged or dropped.
+
+    Raises:
+        StorageError: ``model/classes.json`` is damaged.
     """
     if not storage.exists(CLASSES_FILE):
         return None
@@ -176,7 +195,8 @@ def read_edits(storage: Storage) -> Edits | None:
 class Confusions(NamedTuple):
     """Counts of (true class, output) pairs for each of H heads, int64.
 
-    Counts of different batches and workers can be added.
+    There are C_l known classes, C_u true novel classes, and K novel outputs (clusters)
+    of each head. Counts of different batches and workers can be added.
 
     Attributes:
         known: Known rows over the known outputs, (H, C_l, C_l). All heads have the same
@@ -230,8 +250,10 @@ class Confusions(NamedTuple):
         output. The device is not synchronized.
 
         Args:
-            known: Scores of the known outputs, (B, C_l) or (H, B, C_l).
-            novel: Scores of the novel outputs on the same scale, (H, B, K).
+            known: Scores of B rows for the known outputs, (B, C_l), or for each head
+                (H, B, C_l). Cosines or probabilities serve.
+            novel: Scores of the novel outputs of each head on the same scale, (H, B,
+                K).
             truth: True classes, int64 (B,) from 0 to C_l + C_u - 1, or -1 for rows that
                 are not counted.
         """
@@ -288,12 +310,14 @@ def count_outputs(
     Args:
         model: The model in eval mode, not its DDP wrapper.
         config: The configuration of the run.
-        batches: Images uint8 (b, 3, S, S), or features of a frozen encoder, and a code
-            for each row, int64 (b,). The code is -1 for rows that are not counted, or t
-            + k * ``num_true`` for the true class t and the kind of row k.
+        batches: Images uint8 (b, 3, S, S) with sides of S pixels, or features of a
+            frozen encoder, and a code for each row, int64 (b,). The code is -1 for rows
+            that are not counted, or t + k * ``num_true`` for the true class t and the
+            kind of row k.
         num_true: The number of known and novel classes.
-        edits: The merged and dropped classes. If they are given, the outputs are those
-            of the predictions.
+        edits: The merged and dropped classes, so that the outputs are those of the
+            predictions. None if no class was merged or dropped: the outputs are then
+            those of the network.
         num_kinds: The number of kinds of rows that are counted separately, such as 2
             for unlabeled (k = 0) and labeled rows (k = 1).
 
@@ -332,12 +356,12 @@ def protocol_metrics(
 
     Args:
         confusions: The counts, summed over workers.
-        best_head: The head with the lowest cluster loss in training. It is never chosen
-            by accuracy.
+        best_head: The index of the head with the lowest cluster loss in training. It is
+            never chosen by accuracy.
         split: The first part of the keys, "train" or "test".
-        edits: The merged and dropped classes. Rows of dropped outputs are rejected:
-            they count as wrong, and NMI and ARI leave them out. Their share under the
-            best head is ``{split}/{known|novel}/rejected``.
+        edits: The merged and dropped classes, None if there are none. Rows of dropped
+            outputs are rejected: they count as wrong, and NMI and ARI leave them out.
+            Their share under the best head is ``{split}/{known|novel}/rejected``.
     """
     known, novel, joint = (counts.cpu().numpy() for counts in confusions)
     num_known, dropped = known.shape[-1], edits.dropped if edits else []
@@ -376,12 +400,14 @@ def gcd_metrics(
     """Compute the accuracies of the unlabeled rows in the GCD setting.
 
     Args:
-        joint: The counts ``joint`` of :class:`Confusions` for the unlabeled rows, (H,
-            C_l + C_u, C_l + K).
+        joint: For each of H heads the counts of unlabeled rows by true class and
+            output, int64 (H, C_l + C_u, C_l + K), for C_l known and C_u novel classes
+            and K novel outputs, known ones first: ``joint`` of :class:`Confusions`.
         num_known: The number of known classes C_l.
-        best_head: The head with the lowest cluster loss in training.
+        best_head: The index of the head with the lowest cluster loss in training.
         split: The first part of the keys, "train" or "test".
-        edits: The merged and dropped classes.
+        edits: The merged and dropped classes, None if there are none. Rows of dropped
+            outputs count as wrong.
 
     Returns:
         ``{split}/unlabeled/gcd/{all|old|new}/{avg|best}`` as fractions, where old are

@@ -49,9 +49,12 @@ def export(model: Classifier, format: str) -> bytes:
         format: "encoder" for the encoder's weights as safetensors, "pt2" for a program
             of ``torch.export``, or "onnx".
 
+    Returns:
+        The content of the file.
+
     Raises:
-        ConfigError: The format is unknown, a package is missing, or the encoder of a
-            model that takes vectors is asked for.
+        ConfigError: The format is unknown; a package that "onnx" needs is missing; or
+            the format is "encoder", and the model takes vectors, so it has no encoder.
         NumericsError: The file, loaded again, computes something else than the model.
     """
     if format not in FORMATS:
@@ -71,8 +74,9 @@ def can_check_onnx() -> bool:
 class Program(nn.Module):
     """A model with its best head alone, as a module that can be traced.
 
-    It maps images uint8 (B, 3, S, S) RGB, or vectors float32 (B, D), to the
-    probabilities (B, C) that ``uno predict`` computes.
+    It maps B images uint8 (B, 3, S, S) in RGB with sides of S pixels, or B vectors of D
+    numbers, float32 (B, D), to the probabilities of C classes, (B, C), that ``uno
+    predict`` computes. The best head is the one with the lowest training loss.
     """
 
     def __init__(self, model: Classifier) -> None:
@@ -339,8 +343,8 @@ def model_card(
         model: The model.
         facts: More facts about the run for the template: values by title, such as
             "Data".
-        metrics: The metrics of the run by key. A metric that is missing leaves its cell
-            empty.
+        metrics: The metrics of the run by key, as fractions. A metric that is missing
+            leaves its cell empty.
     """
     config, net = model.config, model.config.model
     library, _, name = net.encoder.partition(":")

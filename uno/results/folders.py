@@ -56,7 +56,8 @@ def write_csv(storage: Storage, target: Storage) -> str:
 def _without_formulas(column: pa.Array) -> pa.Array:
     """Put an apostrophe in front of texts that a spreadsheet would take for formulas.
 
-    Columns of other types are returned unchanged.
+    These begin with ``=``, ``+``, ``-``, ``@``, a tab or a line end. A column of
+    another type is returned unchanged.
     """
     if not pa.types.is_string(column.type):
         return column
@@ -74,8 +75,10 @@ def sort_images(
 
     Args:
         storage: The directory with the predictions.
-        data: The rows that were predicted.
-        on_progress: Called with the number of copied images and the number of all rows.
+        data: The rows that were predicted, in the same order. They must have pictures:
+            images, or vectors that name them.
+        on_progress: Called as ``on_progress(copied, total)`` with the number of copied
+            images and the number of all rows, after each image and at the end.
 
     Returns:
         The path of ``by_class``.

@@ -109,12 +109,14 @@ class Classifier:
         module: The network, in eval mode.
         config: The configuration of the run that trained it.
         classes: The output classes, by index.
-        best_head: The index of the head that predicts.
-        alignment: Which clusters of different heads are the same class: for each head
-            and each cluster of the best head the corresponding cluster, int64 (H, K);
-            None if it is not known.
-        model_hash: Hash of the weights, the image transform and the temperature. The
-            names of the classes do not change it.
+        best_head: The index of the head that predicts, the one with the lowest training
+            loss.
+        alignment: Which clusters of different heads are the same class: for each of the
+            H heads and each of the K clusters of the best head the corresponding
+            cluster, int64 (H, K); None if it is not known.
+        model_hash: Hash of the weights, the image transform and the temperature (the
+            divisor of the cosines in the softmax). The names of the classes do not
+            change it.
         device: The device of the network.
     """
 
@@ -153,6 +155,9 @@ class Classifier:
         """Move the network to a device, and return the classifier with this device.
 
         The network is moved, not copied, so this classifier's network moves, too.
+
+        Args:
+            device: The device, such as "cpu" or "cuda".
         """
         return replace(self, module=self.module.to(device), device=torch.device(device))
 
@@ -161,8 +166,9 @@ class Classifier:
         """Classify a batch of images.
 
         Args:
-            images: Images uint8 (B, 3, S, S) with B at most :attr:`batch_rows`, or
-                their features (B, D).
+            images: B images uint8 (B, 3, S, S), with sides of S = :attr:`size` pixels
+                and B at most :attr:`batch_rows`; or the D features of each image, as
+                the encoder computes them, (B, D).
 
         Returns:
             The scores, on the CPU.
@@ -189,8 +195,9 @@ def score(
         temperature: The divisor of the cosines in the softmax.
         best_head: The index of the head that predicts.
         classes: The output classes, which may be merged.
-        alignment: For each head and each cluster of the best head the corresponding
-            cluster, int64 (H, K), or None if it is not known.
+        alignment: For each of H heads and each of K clusters of the best head the
+            corresponding cluster, int64 (H, K). None if it is not known;
+            ``head_agreement`` is NaN then.
 
     Returns:
         The scores. All H heads vote in ``head_agreement``, so it is at least 1 / H.
@@ -235,16 +242,17 @@ def class_probabilities(
     merged classes are added.
 
     Args:
-        known: Cosines of B images with the known prototypes, (B, C_l).
-        novel: Cosines with the prototypes of each head, (H, B, K).
+        known: Cosines of B images with the prototypes of C_l known classes, (B, C_l).
+        novel: Cosines with the K novel prototypes of each of H heads, (H, B, K).
         temperature: The divisor of the cosines, the same as in training.
-        classes: The output classes, which may be merged.
-        alignment: For each head and each cluster of the best head the corresponding
-            cluster, int64 (H, K). The clusters of each head are then numbered as those
-            of the best head. None keeps the numbers of each head.
+        classes: The C = C_l + K output classes, which may be merged.
+        alignment: For each head and each cluster of the best head (the one with the
+            lowest training loss) the corresponding cluster, int64 (H, K). The clusters
+            of each head are then numbered as those of the best head. None keeps the
+            numbers of each head.
 
     Returns:
-        Probabilities (H, B, C).
+        Probabilities (H, B, C), which sum to 1 over the classes.
     """
     if alignment is not None:
         own = alignment.to(novel.device, non_blocking=True)
@@ -259,9 +267,9 @@ def predicted_novel(known: Tensor, novel: Tensor, best_head: int) -> Tensor:
     """Return which rows the best head assigns to a novel output.
 
     Args:
-        known: Cosines with the known prototypes, (N, C_l).
-        novel: Cosines with the prototypes of each head, (H, N, K).
-        best_head: The index of the best head.
+        known: Cosines of N rows with the prototypes of C_l known classes, (N, C_l).
+        novel: Cosines with the K novel prototypes of each of H heads, (H, N, K).
+        best_head: The index of the best head, the one with the lowest training loss.
 
     Returns:
         A mask, bool (N,). It is True for all rows if no row is assigned to a novel
@@ -275,8 +283,9 @@ def align_heads(novel: Tensor, best_head: int) -> Tensor:
     """Match the clusters of every head to those of the best head.
 
     Args:
-        novel: Cosines of N unlabeled rows with the prototypes of each head, (H, N, K).
-        best_head: The index of the best head.
+        novel: Cosines of N unlabeled rows with the K novel prototypes of each of H
+            heads, (H, N, K).
+        best_head: The index of the best head, the one with the lowest training loss.
 
     Returns:
         For each head and each cluster of the best head the cluster matched to it, int64
@@ -300,9 +309,9 @@ def align_features(
         model: The network.
         config: The configuration of the run. In the GCD setting only rows that the best
             head assigns to a novel output count.
-        best_head: The index of the best head.
-        features: Features (N, D) of unlabeled rows. At most ``SAMPLE_ROWS`` of them,
-            evenly spaced, count.
+        best_head: The index of the best head, the one with the lowest training loss.
+        features: Features of N unlabeled rows, D numbers each, (N, D). At most
+            ``SAMPLE_ROWS`` of them, evenly spaced, count.
 
     Returns:
         For each head and each cluster of the best head the cluster matched to it, int64
@@ -323,10 +332,10 @@ def _align(known: Tensor, novel: Tensor, best_head: int, setting: str | None) ->
 
     Args:
         known: Cosines of N unlabeled rows with the known prototypes, (N, C_l).
-        novel: Cosines with the prototypes of each head, (H, N, K).
-        best_head: The index of the best head.
-        setting: In the setting "gcd" only rows that the best head assigns to a novel
-            output count.
+        novel: Cosines with the K novel prototypes of each of H heads, (H, N, K).
+        best_head: The index of the best head, the one with the lowest training loss.
+        setting: "ncd", or "gcd", where only rows that the best head assigns to a novel
+            output count. None counts all rows, as "ncd" does.
 
     Returns:
         For each head and each cluster of the best head the cluster matched to it, int64
@@ -414,6 +423,9 @@ def load_classifier(storage: Storage, device: torch.device | str = "cpu") -> Cla
 def model_folder(storage: Storage) -> str:
     """Return the folder of the model's files: "model/" in a run, "" in a copy of it.
 
+    Args:
+        storage: A run directory, or a copy of its folder ``model/``.
+
     Raises:
         StorageError: There is no ``classes.json`` in either place.
     """
@@ -450,13 +462,14 @@ def build_classifier(
     """Build a classifier from the contents of its files.
 
     Args:
-        files: The contents of :data:`MODEL_FILES`, by name.
-        device: The device of the model.
-        module: The network that the files were written from. If it is not given, a
-            network is built and the weights of the files are loaded.
-        foreign: The URI of a directory that other people may have written, whose code
-            is not trusted, see :func:`~uno.encoders.build.require_encoder`; None for
-            the own run.
+        files: The contents of :data:`MODEL_FILES` by name, as :func:`read_model_files`
+            returns them.
+        device: The device of the model. ``module`` is moved to it.
+        module: The network that the files were written from. None builds a network and
+            loads the weights of the files into it.
+        foreign: The URI of a directory that other people may have written. Code that
+            the model names (an encoder or a method ``package.module:NAME``) must not
+            lie in this directory. None if the files come from this program's own run.
 
     Raises:
         StorageError: The files are damaged or do not belong together.
@@ -569,7 +582,8 @@ def decoder(model: Classifier, rows: Rows, threads: int | None = None) -> Decode
     Args:
         model: The model, which decides the size of the images.
         rows: The rows with their images.
-        threads: The number of threads, by default one for each core.
+        threads: The number of threads; None for one for each core that this process may
+            use.
 
     Returns:
         A function that takes batches of row numbers and yields their pixels, as
@@ -615,7 +629,9 @@ def score_rows(
 
     Args:
         model: The model.
-        decode: Decodes the images of batches of row numbers, see :data:`Decode`.
+        decode: Takes batches of row numbers; yields for each batch the row numbers, the
+            pixels or features, and why each row could not be read, or None, as the
+            function that :func:`decoder` returns.
         batches: Row numbers of each batch, int64 (b,), with b at most
             ``model.batch_rows``.
 
@@ -639,7 +655,9 @@ def sample_logits(
 
     Args:
         model: The model.
-        decode: Decodes the images of batches of row numbers, see :data:`Decode`.
+        decode: Takes batches of row numbers; yields for each batch the row numbers, the
+            pixels or features, and why each row could not be read, or None, as the
+            function that :func:`decoder` returns.
         rows: Row numbers, int64 (N,).
         limit: The largest number of rows in the sample, which is evenly spaced.
 

@@ -116,7 +116,8 @@ class InputSpec(NamedTuple):
 
     Attributes:
         size: The side of the square images in pixels.
-        chunk_rows: The number of images to decode at once, see :class:`Chunk`.
+        chunk_rows: The number of images to decode at once, the rows of a
+            :class:`Chunk`.
         decoding: How the images are resized and scaled to 8 bits.
     """
 
@@ -164,9 +165,9 @@ def predict_rows(
     Args:
         model: The model.
         writer: Holds the rows, and writes the Parquet files that are missing.
-        threads: The number of threads that decode ahead, by default one for each core.
-        on_progress: Called with (number of rows done, number of all rows) after a
-            batch.
+        threads: The number of threads that decode ahead; None for one for each core.
+        on_progress: Called as ``on_progress(done, total)`` with the number of rows that
+            are done and of all rows, after each batch. By default nothing is called.
 
     Returns:
         The numbers of all, readable and unreadable rows, and the path of the
@@ -217,7 +218,8 @@ def decode_chunk(
     Args:
         chunk: The chunk, with n rows.
         how: The form in which the model takes images.
-        threads: The number of threads, by default one for each core.
+        threads: The number of threads; None for PyTorch's number of threads
+            (``torch.get_num_threads()``).
 
     Returns:
         A table with the columns row (its number), id, label, uri and reason (why the
@@ -250,8 +252,10 @@ def classify(
 
     Args:
         model: The model.
-        facts: The table of the n rows from :func:`decode_chunk`.
-        pixels: The pixels or features of these rows, uint8 (n, 3, S, S) or (n, D).
+        facts: The table of the n rows from :func:`decode_chunk`, with the columns row,
+            id, label, uri and reason.
+        pixels: The pixels of these rows, uint8 (n, 3, S, S) with sides of S pixels, or
+            their D features, (n, D).
         embedding: Whether to add the features as the column "embedding".
 
     Yields:
@@ -271,15 +275,18 @@ def result_table(
     """Add the scores of a batch as columns to the table of its rows.
 
     Args:
-        facts: The table of the b rows, with the columns of :func:`decode_chunk`.
+        facts: The table of the b rows, with the columns row, id, label, uri and reason
+            of :func:`decode_chunk`.
         ok: Which rows could be read, bool (b,).
-        scores: The scores of the readable rows in order; None if there are none.
+        scores: The scores of the readable rows in order; None if no row could be read.
         embedding: Whether to add the features as the column "embedding".
 
     Returns:
-        The table with the columns class_index and :data:`~uno.results.infer.NUMBERS`,
-        such as probability and entropy. They are null for rows that could not be read,
-        and where a number is NaN.
+        The table with the additional columns class_index (int32) and
+        :data:`~uno.results.infer.NUMBERS`: probability, margin, entropy, head_agreement
+        and known_probability (float32). With ``embedding`` also the column embedding, a
+        list of float32 in each row. The additional columns are null for rows that could
+        not be read, and numbers also where they are NaN.
     """
     for name in ("class_index", *NUMBERS):
         values = np.zeros(len(ok), np.int32 if name == "class_index" else np.float32)
@@ -355,14 +362,16 @@ class PredictionWriter:
     same predictions, only the missing ones are written.
 
     Args:
-        storage: The directory of the predictions.
-        data: The rows to predict.
-        model: The model.
+        storage: The directory above the folder ``predictions``: a run directory or an
+            output directory.
+        data: The N rows to predict.
+        model: The model. Only its hash and its classes are used here.
         embedding: Whether the table has a column with the features.
-        labels: The label of each row with which the run was trained, or null; strings
-            (N,). None for rows that are not those of the run.
-        replace: Whether predictions of another model, other data and the like may be
-            replaced.
+        labels: The label of each row with which the run was trained, or null; an Arrow
+            array of strings (N,). None if no row has a label, as for rows that are not
+            those of the run.
+        replace: Whether predictions of another model, other data or other classes may
+            be replaced. Otherwise they are an error.
 
     Attributes:
         complete: Whether all rows are predicted and written.
@@ -623,8 +632,8 @@ def rename(storage: Storage, classes: list[OutputClass]) -> bool:
     interruption the same call continues.
 
     Args:
-        storage: The directory of the predictions.
-        classes: The classes with their new names.
+        storage: The directory above the folder ``predictions``, such as a run.
+        classes: All output classes of the model, with their new names.
 
     Returns:
         Whether this was done. Nothing is done if there are no predictions, or if

@@ -55,9 +55,11 @@ def encode(images: NDArray[np.uint8], columns: int, quality: int) -> str:
     """Encode images as one picture, a data URI.
 
     Args:
-        images: Images uint8 (N, 3, S, S).
-        columns: The number of images in a row of the picture.
-        quality: The JPEG quality, 1-95. Images with sides up to ``SMALL`` become PNG.
+        images: N images uint8 (N, 3, S, S), with sides of S pixels.
+        columns: The number of images in a row of the picture. Free places at the end
+            are black.
+        quality: The JPEG quality, 1-95. Images with sides up to ``SMALL`` (16) pixels
+            become PNG.
     """
     num, _, side, _ = images.shape
     filled = np.pad(images, [(0, -num % columns), (0, 0), (0, 0), (0, 0)])
@@ -165,9 +167,11 @@ def model_html(
         title: The title of the table.
         facts: Lines of text below the title.
         classes: The output classes. The first ``MAX_CLASSES`` are shown.
-        found: The images that were predicted as each class, by class index.
-        side: The largest side of the pictures in pixels.
-        value_range: As in :class:`uno.data.decode.Decoding`.
+        found: The images that were predicted as each class, by class index. If it is
+            empty, the numbers of images are shown as dashes.
+        side: The largest side of the pictures in pixels. They have at most 48.
+        value_range: The stored values (black, white) that become 0 and 255 in gray
+            images of more than 8 bits; None for 0 and 65,535.
     """
     shown = classes[:MAX_CLASSES]
     members = [found.get(c.index, Members(0, [])) for c in shown]
@@ -200,7 +204,8 @@ def _encode_strips(
     Args:
         members: The images of each class.
         side: The side of an image in pixels.
-        value_range: As in :class:`uno.data.decode.Decoding`.
+        value_range: The stored values (black, white) that become 0 and 255 in gray
+            images of more than 8 bits; None for 0 and 65,535.
 
     Returns:
         A data URI for each class; "" for a class without readable images.
@@ -219,10 +224,11 @@ def _encode_strips(
 def format_counts(names: Iterable[str | None] | Mapping[str | None, int]) -> str:
     """Format the most frequent names with their counts: ``cat (7), novel-1 (5)``.
 
-    At most eight names are shown. None is shown as "unreadable".
+    At most eight names are shown.
 
     Args:
-        names: Names, or the count of each name.
+        names: Names, each as often as it occurs, or a mapping from each name to its
+            count. The name None is shown as "unreadable".
     """
     counts = Counter(names).most_common()
     shown = [

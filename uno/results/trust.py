@@ -89,7 +89,7 @@ def verdict(values: Mapping[str, float]) -> Verdict | None:
     """Judge by the metrics of a run whether it can be trusted.
 
     Args:
-        values: The metrics of a run, by key.
+        values: The metrics of a run, by key, as in its ``metrics.json``.
 
     Returns:
         The verdict; None if the metrics do not have those of :func:`trust_metrics`, as
@@ -283,11 +283,16 @@ def _judge_by_held_out(values: Mapping[str, float]) -> tuple[Word, str]:
     """Judge a run by its accuracy on held-out labeled rows and by its score.
 
     The score is this accuracy times the smaller of the agreements with k-means and of
-    nearest neighbors. Without held-out rows the verdict is "doubtful" at best, because
-    accuracy on unseen images is not known, and with fewer than 20 of them, too.
+    nearest neighbors. The verdict is "trustworthy" for a score from 0.75, "doubtful"
+    from 0.5, and otherwise "not trustworthy". With fewer than 20 held-out rows it is
+    "doubtful" at best. Without any held-out row, accuracy on unseen images is not
+    known, so the verdict is "doubtful" if both agreements are at least 0.5, otherwise
+    "not trustworthy".
 
     Args:
-        values: The metrics of the run, by key.
+        values: The metrics of the run, by key, with ``trust/kmeans/agreement`` and
+            ``trust/neighbors/agreement``. If rows were held out, they have
+            ``trust/held_out/acc``, ``trust/held_out/rows`` and ``trust/score``, too.
 
     Returns:
         The verdict, and a line on the accuracy on labeled rows.
@@ -319,7 +324,9 @@ def _judge_by_held_out(values: Mapping[str, float]) -> tuple[Word, str]:
 def subsample_unlabeled(
     config: Config, sample: Sample, train: TrainData
 ) -> Sample | None:
-    """Return a sample with at most ``MAX_ROWS`` unlabeled rows, evenly spaced.
+    """Return a sample with at most ``MAX_ROWS`` (4,000) unlabeled rows, evenly spaced.
+
+    Labeled rows stay as they are.
 
     Args:
         config: The configuration of the run.
@@ -327,8 +334,9 @@ def subsample_unlabeled(
         train: The training set, which has the numbers of classes.
 
     Returns:
-        The smaller sample; None if it has fewer unlabeled rows than the unlabeled rows
-        can have classes: novel ones, in the GCD setting also known ones.
+        The smaller sample. None if it would have fewer unlabeled rows than clusters are
+        needed: one for each novel class, and in the GCD setting (unlabeled rows can
+        belong to known classes) one for each known class, too.
     """
     chosen = evenly_spaced(MAX_ROWS, len(sample.unlabeled))
     num_classes = train.num_novel
@@ -349,7 +357,9 @@ def cluster_unlabeled(config: Config, sample: Sample, num_novel: int) -> Tensor:
         num_novel: The number of novel classes.
 
     Returns:
-        Clusters (N_u,). In the GCD setting the known classes come first.
+        The cluster of each of the N_u unlabeled rows, int64 (N_u,), from 0 to
+        ``num_novel`` - 1. In the GCD setting the known classes come first, and the
+        novel clusters follow.
     """
     labeled, labels, unlabeled = sample
     setting, seed = config.data.setting, config.seed
@@ -371,19 +381,28 @@ def trust_metrics(
 
     Args:
         model: The network in eval mode.
-        best_head: The index of the best head.
-        unlabeled: Features (N_u, D) of unlabeled rows.
-        clusters: The clusters of these rows by :func:`cluster_unlabeled`, (N_u,).
-        values: The metrics of the run so far, by key.
-        num_held_out: The number of labeled rows that training did not see.
+        best_head: The index of the best head, the one with the lowest training loss.
+        unlabeled: Features of the N_u unlabeled rows, D numbers each, (N_u, D).
+        clusters: The clusters of these rows by :func:`cluster_unlabeled`, int64 (N_u,).
+        values: The metrics of the run so far, by key. If labeled rows were held out of
+            training, their accuracy is ``test/known/task_agnostic_strict/acc/best``.
+        num_held_out: The number of these held-out rows.
 
     Returns:
-        Fractions 0-1: ``trust/{kmeans|neighbors}/agreement``, how far the best head
-        agrees with k-means, and nearest neighbors with each other; with several novel
-        classes ``trust/largest_class/share``; and, if the metrics have the accuracy on
-        held-out labeled rows, ``trust/held_out/acc`` and ``trust/score``, with the
-        number ``trust/held_out/rows``. ``trust/features/{zero|constant|huge}`` is 1 if
-        the features do not tell images apart for this reason, and absent otherwise.
+        Values by key:
+
+        - ``trust/kmeans/agreement``: the share of rows on which the best head and
+          k-means agree, after their clusters were matched, 0-1.
+        - ``trust/neighbors/agreement``: how often the nearest neighbors of a row have
+          its output, 0 as by chance and 1 always, see :func:`neighbor_agreement`.
+        - ``trust/largest_class/share``: with several novel classes, the share of the
+          rows in the most frequent output, 0-1.
+        - ``trust/held_out/acc``, ``trust/held_out/rows`` and ``trust/score``: if rows
+          were held out, their accuracy 0-1, their number, and the accuracy times the
+          smaller of the two agreements.
+        - ``trust/features/zero``, ``.../constant`` or ``.../huge``: 1 if the features
+          are all zero, all the same, or extremely large, so that they do not
+          distinguish images. Absent otherwise.
     """
     outputs = _outputs(model, unlabeled, best_head)
     num = model.num_known + model.num_novel

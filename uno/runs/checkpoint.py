@@ -46,19 +46,22 @@ def save_checkpoint(
 ) -> None:
     """Write a checkpoint, unless a valid one of the same phase and step exists.
 
-    The tensors are copied now, so they may change before the file is written. If
-    writing fails, older checkpoints are unchanged.
+    A checkpoint is valid if its checksum and its format version are right. The tensors
+    are copied now, so they may change before the file is written. If writing fails,
+    older checkpoints are unchanged.
 
     Args:
         storage: The run directory.
         phase: The phase, "pretext", "pretrain" or "discover".
         checkpoint: The content.
-        enqueue: Takes a function without arguments that writes the file, and calls it
-            now or later. By default the file is written now.
+        enqueue: Receives a function without arguments that writes the file. It calls
+            this function now, or later in a thread, such as
+            :meth:`uno.runs.journal.Journal.enqueue`. By default the file is written
+            now, before this call returns.
 
     Raises:
-        StorageError: The file cannot be written. It is raised where ``enqueue`` calls
-            the function.
+        StorageError: The file cannot be written. The function that ``enqueue`` receives
+            raises it, so it appears here only if ``enqueue`` calls it now.
     """
     name = checkpoint_name(phase, checkpoint.step)
     tensors = {
@@ -87,7 +90,8 @@ def prune_checkpoints(storage: Storage, phase: str, last: int, keep: int) -> Non
         phase: The phase, "pretext", "pretrain" or "discover".
         last: The step up to which checkpoints are deleted. Later ones may have been
             written since this deletion was queued, and are not touched.
-        keep: The number of checkpoints up to ``last`` that are kept, the newest ones.
+        keep: The number of checkpoints up to ``last`` that are kept, the newest ones;
+            at least 1.
     """
     steps = [step for step in checkpoint_steps(storage, phase) if step <= last]
     for step in steps[:-keep]:
@@ -164,5 +168,10 @@ def load_checkpoint(storage: Storage, phase: str, step: int) -> Checkpoint:
 
 
 def checkpoint_name(phase: str, step: int) -> str:
-    """Return the name of a checkpoint's file, relative to the run directory."""
+    """Return the name of a checkpoint's file, relative to the run directory.
+
+    Args:
+        phase: The phase, "pretext", "pretrain" or "discover".
+        step: The number of optimizer steps before the checkpoint.
+    """
     return f"checkpoints/{phase}/step_{step:08d}.safetensors"

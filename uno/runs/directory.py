@@ -41,6 +41,9 @@ log = logging.getLogger(__name__)
 def is_run(storage: Storage) -> bool:
     """Return whether a directory holds a run, by whether it has a ``config.yaml``.
 
+    Args:
+        storage: The directory, which need not exist.
+
     Returns:
         False if the directory is empty, or only has files that a run writes before its
         ``config.yaml``.
@@ -61,7 +64,7 @@ def begin_run(config: Config, storage: Storage, fingerprint: str) -> None:
     Args:
         config: The configuration of the run.
         storage: The run directory.
-        fingerprint: The hash of the data.
+        fingerprint: The hash of the data, the attribute ``fingerprint`` of its rows.
 
     Raises:
         ConfigError: The directory holds a run of other settings, data or format, or its
@@ -152,7 +155,14 @@ def begin_images(storage: Storage, rows: Rows) -> None:
 
 
 def require_run(storage: Storage) -> None:
-    """Raise ConfigError unless the directory holds a run."""
+    """Check that a directory holds a run.
+
+    Args:
+        storage: The directory.
+
+    Raises:
+        ConfigError: It has no ``config.yaml``.
+    """
     if not storage.exists(CONFIG_FILE):
         raise ConfigError(
             f"{storage.uri} is not a run directory: it has no {CONFIG_FILE}"
@@ -162,9 +172,18 @@ def require_run(storage: Storage) -> None:
 def read_config_tree(storage: Storage) -> dict[str, Any]:
     """Return the ``config.yaml`` of a run as a nested dict.
 
+    If its method is the user's own code (``package.module:METHOD``), this code is
+    imported, because the method may have settings of its own.
+
+    Args:
+        storage: The run directory.
+
+    Returns:
+        The settings as the file has them, section by section. No defaults are added.
+
     Raises:
         ConfigError: The file is missing or damaged, or the method's code cannot be
-            imported.
+            imported or lies in the run directory.
     """
     require_run(storage)
     tree = None
@@ -182,6 +201,9 @@ def read_config_tree(storage: Storage) -> dict[str, Any]:
 def read_results(storage: Storage) -> dict[str, float] | None:
     """Return the metrics of a finished run by name, from its ``metrics.json``.
 
+    Args:
+        storage: The run directory.
+
     Returns:
         The metrics; None if the file is missing, because the run is not finished, or if
         it is damaged.
@@ -193,7 +215,11 @@ def delete_leftovers(storage: Storage) -> None:
     """Delete the files that interrupted commands left in a run directory.
 
     These are temporary files on local disks, the folder of Ray Train, and the file
-    ``STOP``, which asks a run to stop.
+    ``STOP``, which asks a run to stop. A file that cannot be deleted stays.
+
+    Args:
+        storage: The run directory, locked by this command, so that no other process
+            writes into it.
     """
     names = [name for name in (RAY_FOLDER, STOP_FILE) if storage.exists(name)]
     names += output.list_temporary_files(storage)

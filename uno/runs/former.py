@@ -33,10 +33,14 @@ def keep_until_replaced(
 ) -> Iterator[Callable[[], None]]:
     """Set a run aside inside the block, and move it back if the block raises.
 
+    It is moved back only if the new run has no checkpoint yet. Otherwise the new run
+    stays, and the former run is deleted.
+
     Args:
-        storage: The locked directory of the run.
-        announce: Takes a line of text for the user, after the former run was moved
-            back.
+        storage: The directory of the run, as :func:`uno.runs.lock.lock_run` yields it
+            in the attribute ``storage`` of the lock.
+        announce: Called with a line of text for the user, after the former run was
+            moved back.
 
     Yields:
         A function that deletes the former run. It is called when the new run has begun
@@ -68,11 +72,14 @@ def keep_until_replaced(
 def complete_overwrite(storage: Storage) -> bool:
     """Complete an interrupted ``--overwrite``: keep the new run or the former one.
 
-    The new run is kept if it has a checkpoint. Otherwise its files are deleted and the
-    former run is moved back. Nothing happens if the directory has no former run.
+    ``--overwrite`` moves the former run into the folder ``former/`` of its directory.
+    The new run is kept if it has a checkpoint, and the former one is deleted then.
+    Otherwise the files of the new run are deleted and the former run is moved back.
+    Nothing happens if the directory has no folder ``former/``.
 
     Args:
-        storage: The locked directory of the run.
+        storage: The directory of the run, as :func:`uno.runs.lock.lock_run` yields it
+            in the attribute ``storage`` of the lock.
 
     Returns:
         Whether the former run was moved back.

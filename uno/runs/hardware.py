@@ -38,6 +38,10 @@ def local_device(config: Config) -> torch.device:
     If workers train (``compute.num_workers`` is not 0), only their nodes need GPUs:
     this process then uses the CPU if it has no GPU, whatever device was asked for.
 
+    Args:
+        config: The configuration. ``compute.device`` is "cpu", "cuda" or "auto", which
+            is the GPU if this machine has one.
+
     Raises:
         ConfigError: This process trains, ``compute.device`` is "cuda", and there is no
             CUDA device.

@@ -46,8 +46,10 @@ class Journal:
     ) -> None:
         """Close the journal.
 
-        If the block has raised an error, a StorageError of the journal does not replace
-        it.
+        Args:
+            kind: The class of the exception that the block has raised, None if it has
+                raised none. A StorageError of the journal does not replace this
+                exception.
         """
         with nullcontext() if kind is None else suppress(StorageError):
             self.close()
@@ -56,7 +58,13 @@ class Journal:
         """Drop the lines of this phase that belong to steps after ``step``.
 
         This is done when the phase resumes from the checkpoint of this step, or rolls
-        back to it.
+        back to it. All earlier lines are stored before.
+
+        Args:
+            step: The number of optimizer steps before the checkpoint.
+
+        Raises:
+            Exception: The error of an earlier write or function that has failed.
         """
         self.flush()
         if self._storage is None:
@@ -77,6 +85,10 @@ class Journal:
 
         Args:
             metrics: JSON values by name, such as the phase, the step and the loss.
+
+        Raises:
+            ValueError: A number is NaN or infinite, which JSON cannot hold.
+            Exception: The error of an earlier write or function that has failed.
         """
         line = json.dumps(metrics, allow_nan=False) + "\n"
         if self._storage is not None:
@@ -86,6 +98,10 @@ class Journal:
         """Call a function in the writing thread, after all lines so far were written.
 
         Without a storage, the function is called at once in the calling thread.
+
+        Args:
+            job: Takes no argument. If it raises an error in the writing thread, the
+                next call of a method of this journal raises this error.
 
         Raises:
             Exception: The error of an earlier write or function that has failed.
@@ -124,6 +140,9 @@ class Journal:
         """Call a function in the writing thread, unless an earlier one has failed.
 
         Its error is kept, and raised by the next call in the training thread.
+
+        Args:
+            job: Takes no argument.
         """
         try:
             if self._job_error is None:

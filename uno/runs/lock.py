@@ -106,7 +106,9 @@ class RunLock:
     def release(self) -> None:
         """Stop renewing the lock, and delete the lock file if it has this lock's token.
 
-        Temporary files that killed holders left are deleted with it.
+        Temporary files of the lock, which commands left that were killed while they
+        held it, are deleted, too. If another command has taken over the lock, nothing
+        is deleted.
         """
         self._released.set()
         with self._mutex:
@@ -159,11 +161,12 @@ def lock_run(storage: Storage, on_wait: Callable[[str], None]) -> Iterator[RunLo
 
     Args:
         storage: The run directory.
-        on_wait: Takes a line for the user if the directory has a lock file, because it
-            takes seconds to see whether its holder is alive.
+        on_wait: Called with a line for the user if the directory has a lock file,
+            because it takes up to ten seconds to see whether its holder is alive.
 
     Yields:
-        The lock.
+        The lock. Its attribute ``storage`` is the directory for writing: a write raises
+        StorageError if another command has taken over the lock.
 
     Raises:
         ConfigError: Another command holds the lock.

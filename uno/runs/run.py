@@ -48,12 +48,17 @@ def list_phases(config: Config, last: str = DISCOVER) -> tuple[str, ...]:
     """Return the names of the phases of a run, in order.
 
     With ``model.weights`` there is neither a pretext task nor pretraining. Otherwise
-    the pretext task runs if it has epochs, and then pretraining. A method with a
-    teacher and ``model.finetune`` "none" is pretrained in any case.
+    the pretext task runs if it has epochs, and then pretraining. There is one
+    exception: a method with a teacher (a frozen network whose outputs it imitates) and
+    ``model.finetune`` "none" is pretrained also with ``model.weights``.
 
     Args:
         config: The configuration of the run.
         last: The last phase, "pretrain" or "discover".
+
+    Returns:
+        Some of "pretext", "pretrain" and "discover". It is empty for ``last``
+        "pretrain" if nothing is pretrained.
     """
     method, scratch = load(config.method), config.model.weights is None
     # pretraining then trains the teacher, a known head on the frozen encoder's features
@@ -123,6 +128,9 @@ def pretraining_config(config: Config) -> Config:
 
     Configurations that differ only in settings of discovery lead to the same one, and
     can share one pretrained network.
+
+    Args:
+        config: The configuration of a run. It is not changed.
     """
     defaults = flatten(to_dict(Config()))
     return override(
@@ -141,20 +149,23 @@ def run_phase(
 ) -> TrainState:
     """Train one phase of a run from its newest checkpoint to its end.
 
-    Returns at once if the phase is finished. The phases are:
+    If the phase is finished, no step is taken, and its last state is returned. With
+    several workers all of them call this function. The phases are:
 
-    - "pretext": The encoder learns the pretext task on all training rows.
-    - "pretrain": The encoder and the known head learn labeled rows (paper Sec. 4.1).
-      Only large views are used, even if discovery uses small ones, too.
+    - "pretext": The encoder learns the self-supervised task ``pretext.task`` on all
+      training rows, without labels.
+    - "pretrain": The encoder and the known head learn labeled rows (paper Sec. 4.1 of
+      UNO, Fini et al., ICCV 2021). Only large views are used, even if discovery uses
+      small ones, too.
     - "discover": All heads are trained (paper Sec. 3), starting from the earlier phase
       or from ``model.weights``.
 
     Args:
         config: The configuration of the run.
-        name: The name of the phase.
-        train: The training rows.
-        worker: The process that trains.
-        storage: The run directory.
+        name: The name of the phase: "pretext", "pretrain" or "discover".
+        train: The training rows, on the device of the worker.
+        worker: The process that trains: a local process or one rank of several.
+        storage: The run directory, which holds the checkpoints.
 
     Returns:
         The state at the end of the phase.
@@ -230,10 +241,20 @@ def pretrain(
 ) -> TrainState:
     """Run the supervised pretraining, after the pretext task if that has epochs.
 
-    Both run even if the configuration names weights to start from.
+    Both run even if the configuration names weights to start from. A finished phase is
+    not repeated, and an interrupted one resumes.
+
+    Args:
+        config: The configuration of the run.
+        train: The training rows, on the device of the worker.
+        worker: The process that trains.
+        storage: The run directory, which holds the checkpoints.
 
     Returns:
-        The state at the end of pretraining.
+        The state at the end of pretraining. Its ``model`` is the network.
+
+    Raises:
+        Interrupted: The worker was asked to stop. A checkpoint is saved.
     """
     if config.pretext.epochs:
         run_phase(config, PRETEXT, train, worker, storage)
@@ -328,6 +349,11 @@ def _load_teacher(config: Config, train: TrainData, storage: Storage) -> UnoMode
 def frozen_encoder(config: Config, storage: Storage) -> nn.Module:
     """Build the encoder of a run with ``model.finetune none``, and load its weights.
 
+    Args:
+        config: The configuration of the run.
+        storage: The run directory. If ``model.weights`` is "pretrained", it holds the
+            weights.
+
     Returns:
         The encoder in eval mode, which is the same before and after training.
 
@@ -420,10 +446,12 @@ def load_trained(
         storage: The run directory.
         num_known: The number of known classes.
         num_novel: The number of novel classes.
-        step: The step of the checkpoint, by default the newest.
+        step: The number of optimizer steps before the checkpoint; None for the newest
+            valid checkpoint.
 
     Returns:
-        The model, and the index of its best head, which has the lowest training loss.
+        The model on the CPU, and the index of its best head, which has the lowest
+        training loss.
 
     Raises:
         StorageError: There is no such valid checkpoint.

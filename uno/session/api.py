@@ -166,9 +166,11 @@ class Model:
     Attributes:
         run: The directory that the model was loaded from, a path or URI.
         classes: The output classes, in the order of their indices.
-        size: Side of the square input images in pixels.
-        model_hash: Hash of the weights, the image transform and the temperature. The
-            names of the classes do not change it.
+        size: Side of the square input images in pixels. A model of vectors does not use
+            it.
+        model_hash: Hash of the weights, the image transform and the temperature (the
+            divisor of the cosines in the softmax). The names of the classes do not
+            change it.
     """
 
     def __init__(self, classifier: Classifier, storage: Storage) -> None:
@@ -251,9 +253,9 @@ class Model:
     def predict(self, images: Sequence[ImageLike] | np.ndarray | Tensor) -> Predictions:
         """Classify images of any size, or vectors.
 
-        Each image is made square as in training: its shorter side is resized to
-        ``size``, and the center is cropped. An image that cannot be read gets a reason
-        instead of a class.
+        Each image is made square as in training: its shorter side is resized to the
+        attribute ``size`` of the model, and the center is cropped. An image that cannot
+        be read gets a reason instead of a class.
 
         Args:
             images: A list or column of images, where each image is a path, a URI,
@@ -276,10 +278,14 @@ class Model:
         """Classify images under PyTorch's default settings, see :meth:`predict`.
 
         Args:
-            images: The argument of :meth:`predict`, not checked yet.
+            images: What the caller has given to :meth:`predict`, not checked yet: a
+                list or array of images, or of vectors for a model of vectors.
+
+        Returns:
+            The predictions, in the order of the images.
 
         Raises:
-            ConfigError: The argument has another type or shape.
+            ConfigError: ``images`` has another type or shape.
         """
         model, given = self._classifier, images
         how = Decoding.of(model.config.data)
@@ -383,24 +389,33 @@ def discover(
 
     Args:
         embeddings: Vectors to train on instead of images: an array or tensor of numbers
-            (N, D), or (N, V, D) with V views of each row. They are stored beside the
-            run in the file OUTPUT-vectors-HASH.parquet.
-        labels: With embeddings, N names or numbers of classes. A row is unlabeled if
-            its value is missing (None, NaN, pandas.NA) or a negative number.
-        ids: With embeddings, N names of the rows.
+            (N, D), or (N, V, D) with V views (differently augmented versions) of each
+            of the N rows, D numbers each. They are stored beside the run in the file
+            OUTPUT-vectors-HASH.parquet, where OUTPUT is the run directory. None if the
+            settings name the data.
+        labels: With embeddings, the class of each of the N rows, a name or a number. A
+            row is unlabeled if its value is missing (None, NaN, pandas.NA) or a
+            negative number. At least one row must have a label, so None is refused with
+            embeddings. Without embeddings it must be None.
+        ids: With embeddings, N different names of the rows. None names them "row-0",
+            "row-1" and so on. Without embeddings it must be None.
         overwrite: Whether a run in the same directory is started over.
         quiet: Whether only warnings are printed.
         report: Whether the HTML report is written. ``uno report`` writes it later.
-        **settings: The options of the command, with the same defaults, precedence and
-            checks. A keyword is a short name (``num_novel``), a dotted name, or a
-            section with a mapping of its settings. ``config`` is a YAML file, a
-            mapping, or a list of them.
+        **settings: The options of the command, with the same defaults and checks. A
+            keyword is a short name (``num_novel``), a dotted name, or a section with a
+            mapping of its settings. ``config`` is a YAML file, a mapping, or a list of
+            them, where a later one wins. The other keywords win over ``config``, and
+            both win over presets and defaults. ``num_novel`` is required, unless
+            ``known_classes`` hides some of the labels. ``output`` is the run directory,
+            by default ``runs/PRESET-seedSEED``, such as ``runs/vectors-seed0``.
 
     Returns:
         The model of the finished run.
 
     Raises:
-        ConfigError: A setting or the data is wrong. ConfigError is a ValueError.
+        ConfigError: A setting or the data is wrong, or ``labels`` or ``ids`` are given
+            without embeddings. ConfigError is a ValueError.
         NumericsError: Training met numbers that are not finite, again and again.
         StorageError: A file cannot be read or written.
         Interrupted: Training was stopped. The same call resumes.
@@ -422,17 +437,23 @@ def store_embeddings(
     of another run, and the same call finds its file again.
 
     Args:
-        settings: The keywords of :func:`discover`.
-        embeddings: Numbers (N, D), or (N, V, D) with V views of each row.
-        labels: The class of each row (N,), or a missing value for an unlabeled row;
-            None for no labels at all.
-        ids: The name of each row (N,); None to number the rows.
+        settings: The keywords of :func:`discover` that are settings of the run, such as
+            ``num_novel`` and ``output``. They may not name other data.
+        embeddings: An array or tensor of numbers (N, D), or (N, V, D) with V views of
+            each row, D numbers each.
+        labels: The class of each row (N,), a name or a number. A row is unlabeled if
+            its value is missing (None, NaN) or a negative number. None stores no
+            labels; a run on such a file is refused.
+        ids: The name of each row (N,), all different; None for "row-0", "row-1" and so
+            on.
 
     Returns:
-        The keywords of :func:`discover` for a run on the stored file.
+        The settings, with ``data`` set to the stored file.
 
     Raises:
-        ConfigError: The arguments do not fit each other.
+        ConfigError: The settings name data, a setting is unknown, or the arguments have
+            a wrong type or shape, or differ in their numbers of rows.
+        StorageError: The file cannot be written.
     """
     given = from_keywords(settings)
     if own := {"data.source", "data.labeled"} & given.keys():
@@ -465,7 +486,9 @@ def _discover_source(
         The model of the finished run.
 
     Raises:
-        UnoError: As for :func:`discover`.
+        UnoError: A setting or the data is wrong (ConfigError), training met numbers
+            that are not finite (NumericsError), a file cannot be read or written
+            (StorageError), or training was stopped (Interrupted).
     """
     from uno.session import pipeline  # loading a model does not need it
 
@@ -529,18 +552,23 @@ def _default_torch_settings(device: torch.device) -> Iterator[None]:
 
 
 def _to_images(images: Any, value_range: Range | None) -> list[Image | BadImage]:
-    """Convert the argument of :meth:`Model.predict` to a list of images.
+    """Convert the images that :meth:`Model.predict` takes to a list of images.
 
     Args:
-        images: The argument.
-        value_range: As in :class:`uno.data.decode.Decoding`.
+        images: A list or column of images, where each image is a path, a URI, encoded
+            bytes, a PIL image, or a uint8 array (H, W, 3) or (H, W). Alternatively one
+            uint8 array (N, H, W, 3) or (N, H, W), or one uint8 tensor (N, 3, H, W).
+        value_range: The stored values (black, white) that become 0 and 255 in gray PIL
+            images of more than 8 bits; None for 0 and 65,535.
 
     Returns:
         For each image a path, encoded bytes or a uint8 array (H, W, 3); a
         :class:`BadImage` with the reason for a PIL image that has no readable pixels.
+        Paths and bytes are not opened here.
 
     Raises:
-        ConfigError: The argument has another type or shape.
+        ConfigError: ``images`` has another type or shape, such as a single image, a
+            table, or a tensor of floats.
     """
     if isinstance(images, Tensor):
         if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] != 3:
@@ -583,7 +611,8 @@ def _to_image(image: Any, row: int, value_range: Range | None) -> Image | BadIma
         image: A path, a URI, encoded bytes, a PIL image, or a uint8 array (H, W, 3) or
             (H, W).
         row: Its position in the list, for the error message.
-        value_range: As in :class:`uno.data.decode.Decoding`.
+        value_range: The stored values (black, white) that become 0 and 255 in gray PIL
+            images of more than 8 bits; None for 0 and 65,535.
 
     Returns:
         A path, encoded bytes or a uint8 array (H, W, 3); a :class:`BadImage` for a PIL

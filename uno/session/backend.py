@@ -45,6 +45,9 @@ RAY_BACKEND = "pipelines.backend:RayBackend"  # by name, because uno imports no 
 def choose_backend(config: Config) -> Backend:
     """Choose where the work of a run is done, by ``compute.num_workers``.
 
+    Args:
+        config: The configuration of the run.
+
     Returns:
         The backend of this process for 0 workers, otherwise the backend of Ray.
 
@@ -73,11 +76,12 @@ class LocalBackend:
         rows of ``run.task`` hold the decoded images afterwards.
 
         Args:
-            run: A locked run. Without phases it is only evaluated.
-            show: Takes each line of metrics, values by name.
+            run: The run, inside ``run.locked()``, so that no other command writes into
+                its directory. Without phases it is only evaluated.
+            show: Takes each line of metrics, values by name, such as "loss".
 
         Returns:
-            The metrics by name, empty unless ``run.evaluate``.
+            The metrics of the evaluation by name, empty unless ``run.evaluate``.
 
         Raises:
             Interrupted: The user stopped it. A training phase has saved a checkpoint
@@ -124,7 +128,8 @@ class LocalBackend:
             run: The run, which decides the device and the number of threads.
             model: The model of the run. It is moved to the device of the run.
             writer: Holds the rows and writes their predictions.
-            show: Takes the number of rows that are done and of all rows.
+            show: Called as ``show(done, total)`` after each batch, with the number of
+                finished rows and of all rows.
 
         Returns:
             The numbers of all, readable and unreadable rows, and the path of the
@@ -140,8 +145,14 @@ class LocalBackend:
     ) -> AbstractContextManager[Compute]:
         """Return a context manager with a function that encodes rows in this process.
 
-        The function computes features of a frozen encoder, see
-        :data:`uno.session.data.Compute`. Both arguments are not used here.
+        The function computes features of a frozen encoder. It takes a
+        :class:`~uno.data.features.FeatureJob` (all rows, and how to encode them), the
+        encoder, and row numbers int64 (n,); and yields the features in chunks, in the
+        order of the row numbers.
+
+        Args:
+            config: Not used here; the job has the configuration.
+            should_stop: Not used here.
         """
         return nullcontext(compute_local)
 
@@ -151,8 +162,16 @@ class LocalBackend:
         Unless the encoder is frozen, several encoders are trained, one after another.
 
         Args:
-            run: The locked run. Encoders and the estimate are stored in its directory.
-            settings: The parameters of the estimate.
+            run: The run, inside ``run.locked()``. Encoders and the estimate are stored
+                in its directory.
+            settings: The parameters of the estimate, such as the largest number to try.
+
+        Returns:
+            The estimate with its interval, as stored in ``estimate.json``.
+
+        Raises:
+            ConfigError: There are too few known classes or unlabeled rows, or too many
+                images cannot be read.
         """
         return estimate_num_novel(
             run.config,
@@ -172,15 +191,17 @@ def train_phases(run: Run, sets: Sets, worker: Worker) -> TrainData:
     to ``sets.task``, whose rows hold the images that are kept in memory.
 
     Args:
-        run: The locked run.
-        sets: Its opened data.
-        worker: The process that trains: a local process or one rank of several.
+        run: The run, inside ``run.locked()``. ``run.phases`` names the phases.
+        sets: Its data, from :func:`uno.session.data.open_sets`.
+        worker: The process that trains: a local process or one rank of several. All
+            ranks of a group must call this.
 
     Returns:
         The rows that training may see, on the device of the worker.
 
     Raises:
         ConfigError: Too few rows can be read for the configuration.
+        StorageError: An earlier phase that is needed has no valid checkpoint.
         Interrupted: The worker was asked to stop. A checkpoint is saved.
     """
     config = run.config
@@ -202,9 +223,12 @@ def evaluate_rows(
 
     Args:
         run: The trained run.
-        sets: Its opened data.
-        train: The rows that training has seen.
+        sets: Its data, from :func:`uno.session.data.open_sets`.
+        train: The rows that training may see, as :func:`train_phases` returned them.
         worker: The process that evaluates. All ranks of a group must call this.
+
+    Raises:
+        StorageError: The run has no checkpoint of discovery.
     """
     if not run.evaluate:
         return {}
@@ -224,12 +248,15 @@ def estimated_set(run: Run, compute: Compute = compute_local) -> TrainSet:
 
     Args:
         run: The run to which the rows belong.
-        compute: Computes features of a frozen encoder.
+        compute: Computes features of a frozen encoder, see
+            :data:`uno.session.data.Compute`; by default in threads of this process. It
+            is not used for an encoder that is trained.
 
     Returns:
         The readable training rows, labeled and unlabeled. They hold decoded images
-        uint8 (N, 3, S, S); if the encoder is frozen, they hold features float32 (N, 1,
-        D) of the evaluation view instead.
+        uint8 (N, 3, S, S) with sides of S pixels; if the encoder is frozen
+        (``model.finetune`` is "none"), they hold D features of the evaluation view
+        (the image without random augmentation) instead, float32 (N, 1, D).
 
     Raises:
         ConfigError: Too many images cannot be read.

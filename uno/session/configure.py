@@ -78,15 +78,26 @@ def configure(
 ) -> Config:
     """Return the configuration of a run before its data is read.
 
+    Settings that the data decides, such as a batch size that the user has not set, have
+    their defaults in it. :func:`uno.session.derive.resolve` completes it.
+
     Args:
-        given: The dotted keys that the user has set, with their values.
-        output: The run directory if the user gives none. ``{preset}`` and ``{seed}`` in
-            it are replaced.
+        given: The settings of the user: values by dotted key, such as
+            ``{"data.source": "digits", "data.num_novel": 5}``. "preset" is one of the
+            keys; without it, the data decides (see :func:`default_preset`).
+        output: The run directory if the user has not set "output". ``{preset}`` and
+            ``{seed}`` in it are replaced. None leaves ``config.output`` None then, for
+            commands that write no run.
         choose_method: Whether the method becomes ``clustering`` if the preset has a
-            frozen encoder and the user has set no method and nothing of UNO's training.
+            frozen encoder ("photos" or "vectors") and the user leaves the method open.
+            The user does not if a key of :func:`leaves_method_open` is set: "method",
+            "recipe", a key of the sections ``objective`` or ``discover``, a key of
+            UNO's heads such as "model.num_heads", or "model.finetune" other than
+            "none".
 
     Raises:
-        ConfigError: A setting is unknown, or a value is refused.
+        ConfigError: A setting is unknown, a value is refused, or the preset needs data
+            that the user has not named.
     """
     require_text(given)
     values = merge_layers(list_layers(given, choose_method))
@@ -118,11 +129,12 @@ def list_layers(
     Args:
         given: The dotted keys that the user has set, with their values.
         choose_method: Whether the method becomes ``clustering`` if the preset has a
-            frozen encoder and the user has set no method and nothing of UNO's training.
+            frozen encoder and the user leaves the method open, see
+            :func:`leaves_method_open`.
 
     Returns:
-        Values by dotted key, by the name of their layer, such as "preset photos". A
-        later layer wins over an earlier one.
+        For the name of each layer, such as "preset photos" or "encoder resnet18", its
+        values by dotted key. A later layer wins over an earlier one.
 
     Raises:
         ConfigError: There is no such preset, recipe, method or encoder.
@@ -196,11 +208,12 @@ def explain(
     digits", "file", "command line" or "data". ``--config`` reads such a file.
 
     Args:
-        config: The configuration before the data is read.
-        final: The configuration of the run.
+        config: The configuration before the data is read, from :func:`configure`.
+        final: The configuration of the run, from :func:`uno.session.derive.resolve`.
         file: The settings from YAML files, by dotted key.
         line: The settings from the command line, by dotted key.
-        derived: The origin of values in which ``final`` differs from ``config``.
+        derived: The text for the origin of values in which ``final`` differs from
+            ``config``.
 
     Returns:
         One line of text for each setting.
@@ -244,11 +257,12 @@ def leaves_method_open(preset_name: str, given: Mapping[str, Any]) -> bool:
     """Return whether the user leaves the choice of the method to this program.
 
     This is so if the preset has a frozen encoder ("photos" or "vectors"), and the user
-    has set neither a method, nor fine-tuning, nor any setting of UNO or of its
-    training.
+    has set none of these: "method", "recipe", a key of the sections ``objective`` and
+    ``discover``, a key of UNO's heads (:data:`UNO_KEYS`, such as "model.num_heads"),
+    and "model.finetune" with a value other than "none".
 
     Args:
-        preset_name: The name of the preset.
+        preset_name: The name of the preset, such as "photos".
         given: The dotted keys that the user has set, with their values.
     """
     uno_sections, uno_keys = (
@@ -267,13 +281,20 @@ def _image_settings_of(encoder: Any, size: Any) -> dict[str, Any]:
     """Return the image settings that a library's or the user's own encoder asks for.
 
     Args:
-        encoder: The value of ``model.encoder``.
-        size: The image size in pixels that the user has set, or None. It replaces the
-            encoder's own size.
+        encoder: The value of ``model.encoder``: the name of an encoder of this package
+            ("resnet18"), "timm:NAME", "torchvision:NAME", "vectors:D" for vectors of D
+            numbers, or "package.module:callable" for the user's own code. None counts
+            as an encoder of this package.
+        size: The image size in pixels that the user has set. It replaces the encoder's
+            own size, which None keeps.
 
     Returns:
-        Image size, mean, standard deviation and interpolation by dotted key. Empty for
-        the encoders of this program, and for vectors.
+        Image size, mean, standard deviation and interpolation by dotted key, such as
+        "data.mean". Empty for the encoders of this package, and for vectors.
+
+    Raises:
+        ConfigError: There is no such encoder, its library is not installed, or the
+            value has another form.
     """
     if (
         encoder is None
@@ -322,6 +343,9 @@ def default_preset(given: Mapping[str, Any]) -> str:
 def expand_output(output: str) -> str:
     """Return the output directory with ``~`` replaced by the home directory.
 
+    Args:
+        output: The directory that the user gave, a path or URI.
+
     Raises:
         ConfigError: The path is relative inside a Ray job. The working directory of a
             job is deleted with the job.
@@ -352,6 +376,9 @@ def merge_settings(file: Mapping[str, Any], line: Mapping[str, Any]) -> dict[str
         file: The settings from YAML files, by dotted key.
         line: The settings from the command line, by dotted key.
 
+    Returns:
+        The settings of both, by dotted key.
+
     Raises:
         ConfigError: The command line has both ``data.source`` and ``data.labeled``.
     """
@@ -369,10 +396,19 @@ def from_keywords(settings: Mapping[str, Any]) -> dict[str, Any]:
 
     A keyword is a short name (``batch_size=64``), a section with a mapping
     (``objective={"epsilon": 0.1}``) or a dotted name (``**{"objective.epsilon":
-    0.1}``). ``config`` is a YAML file, a mapping, or a list of them.
+    0.1}``). ``config`` is a YAML file, a mapping, or a list of them, where a later one
+    wins. The other keywords win over ``config``.
+
+    Args:
+        settings: The keyword arguments, values by keyword.
+
+    Returns:
+        The values by dotted key, such as "train.batch_size". Only what the keywords set
+        is in it, no defaults.
 
     Raises:
-        ConfigError: There is no such setting.
+        ConfigError: There is no such setting, a file of ``config`` cannot be read, or
+            the keywords name both ``data`` and ``labeled``.
     """
     file, line = dict[str, Any](), dict[str, Any]()
     config = settings.get("config", [])

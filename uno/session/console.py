@@ -67,7 +67,7 @@ def print_line(line: str, stream: TextIO | None = None) -> None:
 
     Args:
         line: The text. A warning begins with "warning: ".
-        stream: The stream, by default the standard output.
+        stream: The stream to print to; None for the standard output.
     """
     if SILENT.get() and not line.startswith("warning: "):
         return
@@ -93,8 +93,10 @@ def on_stop(request: Callable[[], object], line: str | None = None) -> Iterator[
     restored.
 
     Args:
-        request: Takes no argument and asks the work to stop.
-        line: A line to print when the signal arrives, before the request.
+        request: Takes no argument and asks the work to stop. It runs in the signal
+            handler, so an exception that it raises appears in the block.
+        line: A line to print when the signal arrives, before the request. None prints
+            nothing.
     """
     if not in_main_thread():
         yield
@@ -123,13 +125,17 @@ def on_stop(request: Callable[[], object], line: str | None = None) -> Iterator[
 
 @contextmanager
 def interrupt_on_signal(line: str) -> Iterator[None]:
-    """Raise Interrupted if a signal asks to stop inside the block, see :func:`on_stop`.
+    """Raise Interrupted if a signal asks to stop inside the block.
 
-    A library may swallow the exception that the signal raises. It is then raised again
-    at the end of the block.
+    The signals are SIGTERM, SIGINT (Ctrl-C) and SIGHUP, and only the main thread
+    handles them, see :func:`on_stop`. A library may swallow the exception that the
+    signal raises. It is then raised again at the end of the block.
 
     Args:
-        line: The text of the exception.
+        line: The text of the exception, one line for the user.
+
+    Raises:
+        Interrupted: A signal has arrived inside the block.
     """
     asked = threading.Event()
 
@@ -188,7 +194,7 @@ class Progress(AbstractContextManager["Progress"]):
     seconds if the metrics have this key, and one at the end of a phase.
 
     Args:
-        stream: Where to show it, by default stderr.
+        stream: Where to show it; None for stderr.
         clock: Returns the time in seconds.
         interval: Steps between two plain lines.
     """
@@ -212,9 +218,11 @@ class Progress(AbstractContextManager["Progress"]):
         """Show the newest metrics of a phase, with the time that is left.
 
         Args:
-            metrics: ``phase`` (str), ``step`` and ``total_steps`` are required.
-                ``epoch``, ``epochs``, ``loss``, ``lr``, ``images_per_s`` and other
-                values are shown if they are there.
+            metrics: ``phase`` (str), ``step`` and ``total_steps`` (int) are required.
+                ``epoch``, ``epochs``, ``loss``, ``lr``, ``images_per_s`` and the other
+                names of :data:`METRIC_TEXTS` and :data:`MORE_METRIC_TEXTS` are shown if
+                they are there and not None. ``every_s`` is the least number of seconds
+                between two plain lines.
         """
         if self._silent:
             return
@@ -264,13 +272,16 @@ def count_items(
 ) -> Callable[[int, int], None]:
     """Return a function that shows how many items of some work are done, and the speed.
 
-    The function takes the number of finished items and of all items. The first call
-    tells it how many were finished before this command.
-
     Args:
-        show: Shows a line of metrics, see :meth:`Progress.__call__`.
+        show: Takes a line of metrics, a dict with the values "phase", "step" (finished
+            items), "total_steps" (all items), "images_per_s" (items per second, None at
+            first) and "every_s". A :class:`Progress` is such a function.
         phase: The name of the work, such as "predict".
         every_s: The least number of seconds between two plain lines.
+
+    Returns:
+        A function that takes the number of finished items and of all items. Its first
+        call tells how many items were finished before this command.
     """
     first: list[tuple[int, float]] = []
 

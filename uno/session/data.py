@@ -92,7 +92,8 @@ def open_sets(
         config: The configuration of the run.
         task: All rows of the run.
         storage: The directory of the run.
-        show: Shows the progress. It takes lines of metrics, values by name.
+        show: Shows the progress. It takes lines of metrics, values by name. By default
+            no progress is shown.
         should_stop: Returns whether the user has asked to stop.
         keep: Whether unreadable images are listed in the file ``bad_samples.jsonl`` of
             the run.
@@ -164,12 +165,17 @@ def load_images(
             encoder.
         task: All N rows of the run.
         storage: The directory of the run, which may hold the encoder's weights.
-        show: Shows the progress of computing features.
-        should_stop: Returns whether the user has asked to stop.
+        show: Shows the progress of computing features. It takes lines of metrics,
+            values by name.
+        should_stop: Returns whether the user has asked to stop. It is only asked while
+            features are computed.
 
     Returns:
-        Pixels uint8 (N, 3, S, S), or features float32 (N, 1 + V, D) of the evaluation
-        view and V random views. For each row the reason why it cannot be read, or None.
+        Pixels uint8 (N, 3, S, S) of the images, S pixels high and wide; or, with a
+        frozen encoder, D features float32 (N, 1 + V, D): first the evaluation view (the
+        image without augmentation), then V random views, with V
+        ``augment.num_cached_views``. Rows that cannot be read are zeros. For each row
+        the reason why it cannot be read, or None.
 
     Raises:
         ConfigError: The frozen encoder has no weights.
@@ -187,17 +193,21 @@ def leave_out_unreadable(
     task: Task,
     storage: Storage | None = None,
 ) -> None:
-    """Warn of images that cannot be read, and refuse too many of them.
+    """Warn that images that cannot be read are left out, and refuse too many of them.
+
+    This function only reports. ``task`` is not changed, and the caller leaves the rows
+    out. Nothing happens if all images can be read.
 
     Args:
         reasons: For each row the reason why it cannot be read, or None.
-        config: ``data.max_bad_fraction`` is the largest share that is accepted.
-        task: The rows.
+        config: ``data.max_bad_fraction`` is the largest share of rows that is accepted.
+        task: All rows.
         storage: The run directory, where the images are listed in
             ``bad_samples.jsonl``; None to write no list.
 
     Raises:
-        ConfigError: Too many images cannot be read.
+        ConfigError: The share of images that cannot be read is too large. The list is
+            written before.
     """
     limit = config.data.max_bad_fraction
     bad = check_bad(task.rows.ids, reasons, limit, storage, task.rows.images)
@@ -263,13 +273,17 @@ def load_features(
         config: The configuration of the run.
         task: The rows.
         storage: The directory of the run, which may hold the encoder's weights.
-        show: Shows the progress.
+        show: Shows the progress. It takes lines of metrics, values by name.
         should_stop: Returns whether the user has asked to stop.
-        compute: Encodes the rows that are not in the cache.
+        compute: Encodes the rows that are not in the cache, see :data:`Compute`; by
+            default in threads of this process.
 
     Returns:
-        Features float32 (N, 1 + V, D) of the evaluation view and V random views. For
-        each row the reason why it cannot be read, or None.
+        D features of the N rows, float32 (N, 1 + V, D): first the evaluation view (the
+        image without augmentation), then V random views, with V
+        ``augment.num_cached_views``. They are zeros for rows that cannot be read, and
+        for the random views of test rows. If the source holds vectors, they are its
+        views. For each row the reason why it cannot be read, or None.
 
     Raises:
         ConfigError: The encoder has no weights.

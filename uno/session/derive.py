@@ -277,6 +277,9 @@ def settings_of_weights(config: Config) -> Values:
 
     The weights of an encoder belong to images of this size and normalization.
 
+    Args:
+        config: The configuration of the new run.
+
     Returns:
         Image sizes, crop padding, stem, mean and standard deviation by dotted key.
         Empty if the weights are not those of a run.

@@ -35,19 +35,24 @@ def embed(
 ) -> None:
     """Write the features of all rows to a Parquet file: ``uno embed``.
 
-    Finished features are kept in the cache, so the same command resumes.
+    Finished features are kept in the cache, so the same command resumes. A file that an
+    earlier ``uno embed`` has written is replaced. Rows that cannot be read are left
+    out, with a warning.
 
     Args:
-        config: The configuration. ``config.data`` names the rows, and ``config.output``
-            the file.
+        config: The configuration. ``config.data`` names the rows, ``config.model`` the
+            encoder and its weights, and ``config.output`` the file, a path or URI that
+            ends with ".parquet".
         given: The dotted keys that the user has set. Image settings that are not among
             them are taken from the run that ``model.weights`` names, if it names one.
-        num_views: The number of random views that are written for each row, besides the
-            evaluation view.
+        num_views: The number of random views (randomly augmented versions of the image)
+            that are written for each row, besides the evaluation view, the image
+            without augmentation. It must be 0 if the rows are vectors.
 
     Raises:
-        ConfigError: There are no weights or no such data, or the file exists and was
-            not written by ``uno embed``.
+        ConfigError: ``config.output`` is no such file, the encoder has no weights, the
+            data cannot be read, too many images cannot be read, or the file exists and
+            was not written by ``uno embed``.
         Interrupted: The user stopped it.
     """
     place = config.output
@@ -110,9 +115,11 @@ def fill_cache(config: Config) -> None:
     """Compute the features of a run's frozen encoder that the feature cache lacks.
 
     Args:
-        config: The configuration of the run.
+        config: The configuration of the run, with ``model.finetune`` "none". Weights
+            that a run has stored are read from its directory ``config.output``.
 
     Raises:
+        ConfigError: The encoder has no weights, or the data cannot be read.
         Interrupted: The user stopped it. Finished features are kept.
     """
     if config.data.num_novel == "auto":  # the number of classes changes no feature
@@ -135,7 +142,9 @@ def _compute_features(
         storage: The directory that may hold the encoder's weights.
 
     Returns:
-        Features float32 (N, 1 + V, D) of the evaluation view and V random views. For
+        D features of the N rows, float32 (N, 1 + V, D): first the evaluation view (the
+        image without augmentation), then V random views, with V
+        ``augment.num_cached_views``. They are zeros for rows that cannot be read. For
         each row the reason why it cannot be read, or None.
 
     Raises:

@@ -29,19 +29,24 @@ def estimate_classes(
     """Estimate the number of novel classes among unlabeled rows, and print the result.
 
     Args:
-        config: The configuration. The estimate and pretrained encoders are stored in
-            its ``output``.
-        given: The dotted keys that the user has set.
-        settings: The parameters of the estimate, by default those of :class:`Settings`.
+        config: The configuration before the data is read, from
+            :func:`uno.session.configure.configure`. Its ``data.num_novel`` is not used.
+            The estimate and pretrained encoders are stored in the directory
+            ``config.output``, which must be set unless ``dry_run``.
+        given: The dotted keys that the user has set. Other settings may be derived from
+            the data.
+        settings: The parameters of the estimate, such as the largest number to try;
+            None for the defaults of :class:`~uno.results.estimate.Settings`.
         dry_run: Whether everything is checked and nothing is computed.
-        backend: The backend that computes, by default chosen by
-            ``compute.num_workers``.
+        backend: The backend that computes. None chooses it by ``compute.num_workers``:
+            this process for 0, otherwise Ray.
 
     Returns:
         The estimate, or None for a dry run.
 
     Raises:
-        ConfigError: There are too few known classes or rows.
+        ConfigError: There are too few known classes or rows, the data cannot be read,
+            or another command holds the directory.
         Interrupted: The user stopped it. Finished encoders are kept.
     """
     settings = settings or Settings()

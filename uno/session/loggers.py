@@ -290,6 +290,9 @@ LOGGERS: dict[str, tuple[str, Callable[[Record], Logger] | None]] = {
 def require_loggers(config: Config) -> None:
     """Check that the packages of all loggers in ``train.report_to`` are installed.
 
+    Args:
+        config: The configuration of the run.
+
     Raises:
         ConfigError: A package is missing.
     """
@@ -353,14 +356,20 @@ class Loggers(AbstractContextManager["Loggers"]):
             self._call_each(lambda logger: logger.log("results", 0, finite))
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Close all loggers, as failed if the block has raised an exception."""
+        """Close all loggers.
+
+        Args:
+            kind: The class of the exception that the block has raised, which the
+                loggers record as a failed run; None if it has raised none.
+        """
         self._call_each(lambda logger: logger.close(kind is not None))
 
     def _call_each(self, call: Callable[[Logger], None]) -> None:
         """Call a function for each logger that is not switched off.
 
         Args:
-            call: Takes the logger.
+            call: Takes a logger. If it raises an error, this logger is switched off
+                with a warning, and the next one is called.
         """
         for name, logger in list(self._loggers.items()):
             with self._switched_off_by_errors(name):

@@ -77,18 +77,26 @@ def discover(
     The same call resumes an interrupted run, and prints the results of a finished one.
 
     Args:
-        config: The configuration before the data is read.
-        given: The dotted keys that the user has set, with their values.
+        config: The configuration before the data is read, from
+            :func:`uno.session.configure.configure`. Its ``output`` is the run
+            directory.
+        given: The dotted keys that the user has set, with their values, as
+            ``configure`` took them. Settings that are not among them may be derived
+            from the data.
         overwrite: Whether a run in the same directory is started over.
-        last: The last phase, "pretrain" or "discover". After "pretrain" nothing is
-            evaluated or written but checkpoints.
+        last: The last phase to train: "pretrain", the supervised pretraining on labeled
+            rows, which may follow a pretext task; or "discover". After "pretrain"
+            nothing is evaluated, and no model, predictions or report are written.
         predict: Whether the trained model then classifies all rows of the data, and the
             predictions are written into the run directory.
         report: Whether a report is written, also of a finished run that has none.
-        backend: Does the work of the run, by default chosen by ``compute.num_workers``.
+        backend: Does the work of the run. None chooses it by ``compute.num_workers``:
+            this process for 0, otherwise Ray.
 
     Raises:
         ConfigError: The run cannot succeed, or another command holds its directory.
+        NumericsError: Training met numbers that are not finite, again and again.
+        StorageError: A file cannot be read or written.
         Interrupted: The user stopped it. The same call resumes.
     """
     run = open_run(config, given, overwrite, last, backend)
@@ -137,13 +145,17 @@ def discover(
 def evaluate(target: str, given: Mapping[str, Any]) -> None:
     """Evaluate a finished run again, and update its report if the metrics have changed.
 
+    The new metrics replace ``metrics.json`` of the run, and are printed.
+
     Args:
         target: The directory of the run, a path or URI.
-        given: Settings by dotted key that replace those of the run: where to compute,
-            and where the data is now.
+        given: Settings by dotted key that replace those of the run: where to compute
+            (``compute.*``), and where the data is now (``data.*``).
 
     Raises:
         ConfigError: There is no such run, or its data has changed.
+        StorageError: The run has no trained model, or a file is damaged.
+        Interrupted: The user stopped it. The former metrics stay.
     """
     run = open_stored_run(target, given)
     run.config = with_full_path(run.config)
@@ -169,8 +181,11 @@ def report(target: str, given: Mapping[str, Any]) -> str:
 
     Args:
         target: The directory of the run, a path or URI.
-        given: Settings by dotted key that replace those of the run: where to compute,
-            and where the data is now.
+        given: Settings by dotted key that replace those of the run: where to compute
+            (``compute.*``), and where the data is now (``data.*``).
+
+    Raises:
+        ConfigError: There is no such run, or its ``config.yaml`` is damaged.
     """
     run = open_stored_run(target, given)
     run.opened, run.data_problem = open_task(run.config, run.storage)
@@ -188,14 +203,21 @@ def apply_classes(run: Run, model: Classifier, edited: list[OutputClass]) -> Non
     or evaluated again if other classes were merged or dropped; new names are written
     into the stored predictions.
 
+    A file that the directory does not have, such as a report, is not created.
+
     Args:
-        run: The locked run, or a copy of its ``model/``.
+        run: The run, inside ``run.locked()``, so that no other command writes into its
+            directory. ``run.storage`` may also be a copy of its folder ``model/``
+            alone; only the model, its card and exported models change then.
         model: Its model, with the classes before the edit.
-        edited: The classes after the edit.
+        edited: All classes after the edit, as many as before and in the same order. A
+            discovered class is merged if its ``into`` is the index of another class,
+            and dropped if ``into`` is None.
 
     Raises:
-        ConfigError: Rows must be predicted again, and the data is missing or has
-            changed. No file was changed then.
+        ConfigError: Rows must be predicted or evaluated again, and the data is missing
+            or has changed. No file was changed then.
+        StorageError: A file of the run is damaged, or cannot be written.
     """
     storage, folder = run.storage, model_folder(run.storage)
     metrics, predicted = run.metrics, predictions.read_identity(storage)
@@ -255,9 +277,12 @@ def finish(
     New metrics are written last, because ``metrics.json`` marks a finished run.
 
     Args:
-        run: The run.
-        model: Its model, or None if the model card stays as it is.
-        metrics: Its new metrics, or None if it was not evaluated.
+        run: The run. Unless only the report is written, it must be locked (inside
+            ``run.locked()``).
+        model: Its model, for the model card and the predictions. None if the model card
+            stays as it is and nothing is predicted.
+        metrics: Its new metrics, values by name. None if it was not evaluated:
+            ``metrics.json`` stays as it is.
         predict: Whether ``model`` classifies all rows of the run, and the new
             predictions replace those that are stored.
         report: Whether the HTML report is written.
@@ -297,12 +322,15 @@ def plan_run(
     Nothing is trained or encoded, and no file is written.
 
     Args:
-        config: The configuration before the data is read.
-        given: The dotted keys that the user has set, with their values.
+        config: The configuration before the data is read, from
+            :func:`uno.session.configure.configure`. ``config.output`` is the run
+            directory.
+        given: The dotted keys that the user has set, with their values, as
+            ``configure`` took them.
         overwrite: Whether the run would be started over in its directory.
         last: The last phase, "pretrain" or "discover".
-        backend: The backend that would do the work, by default chosen by
-            ``compute.num_workers``.
+        backend: The backend that would do the work. None chooses it by
+            ``compute.num_workers``: this process for 0, otherwise Ray.
 
     Raises:
         ConfigError: The run cannot succeed.
@@ -343,8 +371,9 @@ def describe_run(config: Config, phases: tuple[str, ...]) -> Iterator[str]:
     """Describe on which encoder and for how long a run will train.
 
     Args:
-        config: The configuration of the run.
-        phases: The names of the phases that will be trained.
+        config: The configuration of the run, after its data was read.
+        phases: The names of the phases that will be trained, in order, some of
+            "pretext", "pretrain" and "discover".
 
     Yields:
         Lines for the console: the encoder with its weights, the epochs of each phase,
@@ -382,9 +411,10 @@ def _train_and_evaluate(run: Run, also: Show = lambda line: None) -> dict[str, f
     """Train the unfinished phases of a locked run, evaluate it, and show the progress.
 
     Args:
-        run: The locked run. ``run.backend`` becomes the backend that predicts rows and
-            decodes images after training.
-        also: Also receives each line of metrics, besides the console.
+        run: The run, inside ``run.locked()``. ``run.backend`` becomes the backend that
+            predicts rows and decodes images after training.
+        also: Also receives each line of metrics, values by name, besides the console.
+            By default nothing else receives them.
 
     Returns:
         The metrics by name, empty unless ``run.evaluate``.
@@ -444,7 +474,15 @@ def _write_card(run: Run, model: Classifier, metrics: Mapping[str, float]) -> No
 def _mark_measured(storage: Storage) -> None:
     """Note in ``model/classes.json`` that the metrics belong to its merges and drops.
 
-    Merged and dropped classes change the metrics of a run.
+    Merged and dropped classes change the metrics of a run, so without this note the
+    next command that edits the classes would evaluate the run again. Nothing is written
+    if the file has the note, or if no class was ever merged or dropped.
+
+    Args:
+        storage: The run directory, which has the file.
+
+    Raises:
+        StorageError: The file is missing or damaged.
     """
     stored = ModelClasses.parse(storage.read(CLASSES_FILE))
     if not stored.is_measured:
@@ -459,7 +497,7 @@ def show_results(storage: Storage, values: dict[str, float]) -> None:
 
     Args:
         storage: The run directory.
-        values: The metrics by name.
+        values: The metrics of the run by name, as in its ``metrics.json``.
     """
     if (trust := verdict(values)) is not None:
         print_line("\n  ".join((f"\nverdict: {trust.word}", *trust.reasons)))

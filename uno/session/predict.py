@@ -55,15 +55,21 @@ def predict(
     table of Parquet files, in the folder ``predictions`` of the output directory.
 
     Args:
-        target: The directory of the run, or a copy of its ``model/``.
-        given: Settings by dotted key of the source, the output and the backend.
-        embedding: Whether the table also has the features.
-        csv: Whether the table is also written as CSV.
+        target: The directory of the run, or a copy of its folder ``model/``, a path or
+            URI.
+        given: Settings by dotted key: the source (``data.*``, such as "data.source"),
+            the output directory ("output"), and where to compute (``compute.*``). With
+            a source, "output" is required. Without "output" the predictions replace
+            those in the directory of the run. Other keys are not read.
+        embedding: Whether the table also has the features, the output of the encoder.
+        csv: Whether the table is also written as ``predictions.csv``.
         folders: Whether images are also copied into a folder for each class.
 
     Raises:
-        ConfigError: The source does not fit the model, or the output directory is that
-            of a run.
+        ConfigError: The source does not fit the model, "output" is missing, the output
+            directory is that of a run, or it holds predictions of another model or
+            other data.
+        StorageError: There is no trained model, or a file is damaged.
         Interrupted: The user stopped it. Finished parts of the table are kept.
     """
     storage = Storage(target)
@@ -126,15 +132,24 @@ def predict(
 def predict_run(run: Run, model: Classifier) -> Summary:
     """Classify all rows of a run, and write the predictions into its directory.
 
-    Predictions of an earlier model are replaced.
+    Predictions of an earlier model, or of changed images, are replaced. If all
+    predictions of this model are there, nothing is computed; if some are there, only
+    the missing ones are computed. A signal to stop is not handled here; the caller may
+    use :func:`uno.session.console.interrupt_on_signal`.
 
     Args:
-        run: The locked run.
-        model: Its model.
+        run: The run, inside ``run.locked()``, so that no other command writes into its
+            directory. Its rows ``run.task``, with which it was trained, are classified.
+        model: The model of the run.
 
     Returns:
         The numbers of all, readable and unreadable rows, and the path of the
         predictions.
+
+    Raises:
+        ConfigError: The directory has a folder ``predictions`` that this program did
+            not write, or the data of the run cannot be read.
+        StorageError: A file cannot be written.
     """
     writer = PredictionWriter(
         run.storage,
@@ -151,9 +166,10 @@ def _predict(run: Run, model: Classifier, writer: PredictionWriter) -> Summary:
     """Classify the rows that a writer has not written yet, and show the progress.
 
     Args:
-        run: The run, which has the backend.
-        model: The model.
-        writer: Holds the rows and writes their predictions.
+        run: The run, whose backend does the work.
+        model: The model of the run.
+        writer: Holds the rows and writes their predictions. Rows that it has written
+            before are not classified again.
 
     Returns:
         The numbers of all, readable and unreadable rows, and the path of the

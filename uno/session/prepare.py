@@ -60,19 +60,25 @@ def open_run(
     novel classes is "auto", it is estimated here.
 
     Args:
-        config: The configuration before the data is read.
-        given: The dotted keys that the user has set, with their values.
+        config: The configuration before the data is read, from
+            :func:`uno.session.configure.configure`. ``config.output`` is the run
+            directory and must be set.
+        given: The dotted keys that the user has set, with their values, as
+            ``configure`` took them. Other settings may be derived from the data.
         overwrite: Whether a run in the same directory is started over.
         last: The last phase, "pretrain" or "discover".
-        backend: Does the work of the run, by default chosen by ``compute.num_workers``.
-        dry_run: Whether the output directory is neither checked nor used.
+        backend: Does the work of the run. None chooses it by ``compute.num_workers``:
+            this process for 0, otherwise Ray.
+        dry_run: Whether the run is only planned. A former run is then not moved back,
+            and it is not checked whether the directory may hold the new run.
 
     Returns:
-        The run, with ``resumes`` set if its directory holds it already.
+        The run, not locked, with ``resumes`` set if its directory holds it already.
 
     Raises:
-        ConfigError: The settings do not fit each other or the data, or the directory
-            holds something else.
+        ConfigError: The settings do not fit each other or the data, the directory holds
+            something else, or ``data.num_novel`` is "auto" in a dry run.
+        Interrupted: The user stopped the estimate of the number of novel classes.
     """
     assert config.output is not None
     num_threads(config)  # refuses a wrong number before the data is read
@@ -124,8 +130,11 @@ def open_stored_run(target: str, given: Mapping[str, Any]) -> Run:
 
     Args:
         target: The directory, a path or URI.
-        given: Settings by dotted key that replace those of the run: where to compute,
-            and where the data is now.
+        given: Settings by dotted key that replace those of the run: where to compute
+            (``compute.*``), and where the data is now (``data.*``).
+
+    Returns:
+        The run, not locked. Its rows are read at the first use of ``run.task``.
 
     Raises:
         ConfigError: The directory holds no run or a damaged one, or this machine lacks
@@ -145,8 +154,10 @@ def check_source(config: Config, given: Mapping[str, Any]) -> None:
     weights of a library are not fetched, and the memory of this machine is not checked.
 
     Args:
-        config: The configuration before the data is read.
-        given: The dotted keys that the user has set, with their values.
+        config: The configuration before the data is read, from
+            :func:`uno.session.configure.configure`. ``config.output`` is not used.
+        given: The dotted keys that the user has set, with their values, as
+            ``configure`` took them.
 
     Raises:
         ConfigError: The settings do not fit each other, or no run can succeed with this
@@ -204,9 +215,10 @@ def check_data(
     """Check the data of a run before anything is computed, and print the findings.
 
     Args:
-        config: The configuration of the run.
-        task: Its rows.
-        batch_is_derived: Whether the batch size was derived from the data.
+        config: The configuration of the run, after its data was read.
+        task: Its rows, with their classes and splits.
+        batch_is_derived: Whether the batch size was derived from the data. It is then
+            derived again if images are unreadable.
         read_images: Whether a sample of images is read. False for a run that resumes
             with unchanged data.
         in_full: Whether to decode images for up to a minute, and to print the table of
@@ -258,10 +270,17 @@ def _examine_directory(run: Run, overwrite: bool) -> None:
 
 
 def _restore_former_run(storage: Storage) -> None:
-    """Move back a former run that a killed command with ``--overwrite`` set aside.
+    """Complete a command with ``--overwrite`` that was killed.
+
+    Such a command has set the former run of the directory aside, into its folder
+    ``former/``. If the new run has no checkpoint yet, its files are deleted and the
+    former run is moved back. If the new run has one, the former run is deleted.
 
     Args:
-        storage: The run directory. Nothing happens if it has no former run.
+        storage: The run directory. Nothing happens if it has no folder ``former/``.
+
+    Raises:
+        ConfigError: Another command holds the directory.
     """
     if storage.exists(FORMER_FOLDER):
         with lock.lock_run(storage, on_wait=print_line) as claim:
@@ -323,6 +342,10 @@ def with_full_path(config: Config) -> Config:
 
     Workers in other directories can open it then.
 
+    Args:
+        config: The configuration. It is returned unchanged if ``model.weights`` is None
+            or "pretrained".
+
     Raises:
         ConfigError: There is neither a file of weights nor a pretrained run at this
             path.
@@ -345,19 +368,24 @@ def with_full_path(config: Config) -> Config:
 def starting_weights(config: Config, overwrite: bool) -> bytes | None:
     """Return the pretrained weights that a new run stores in its directory.
 
-    The weights are read from the run directory if they are there, otherwise fetched. An
-    encoder and weights that do not fit are refused here, before any data is read.
+    These are weights of a library (torchvision or timm), which ``model.weights``
+    "pretrained" asks for. They are read from the run directory if it has them,
+    otherwise from the library's cache or the internet. An encoder and weights that do
+    not fit are refused here, before any data is read.
 
     Args:
-        config: The configuration before the data is read.
-        overwrite: Whether a run in the same directory is started over.
+        config: The configuration before the data is read. ``config.output`` is the run
+            directory, None if there is none.
+        overwrite: Whether a run in the same directory is started over. Weights that the
+            directory holds are then not used.
 
     Returns:
-        The content of a safetensors file, or None unless the run starts from pretrained
-        weights of a library.
+        The content of a safetensors file; without tensors if the run takes vectors.
+        None if ``model.weights`` names a file or a run, or is None.
 
     Raises:
-        ConfigError: The encoder cannot be built, has no such weights, or is frozen
+        ConfigError: The encoder cannot be built, the weights do not exist or cannot be
+            downloaded or do not fit the encoder, or ``model.finetune`` is "none"
             without weights.
     """
     source, fetched, tensors = config.model.weights, None, None

@@ -138,6 +138,9 @@ class TorchrunBackend(LocalBackend):
 
         Each rank decodes all images, so a rank gets an equal share of the machine's
         memory. The whole memory of its GPU belongs to the rank.
+
+        Args:
+            config: The configuration, which decides whether a GPU is used.
         """
         memory = super().free_memory(config)
         return memory._replace(host=memory.host // self._local_size)
@@ -149,8 +152,9 @@ class TorchrunBackend(LocalBackend):
         in :meth:`follow`.
 
         Args:
-            run: The locked run. Without phases it is only evaluated.
-            show: Takes each line of metrics, values by name.
+            run: The run, inside ``run.locked()``, so that no other command writes into
+                its directory. Without phases it is only evaluated.
+            show: Takes each line of metrics, values by name, such as "loss".
 
         Returns:
             The metrics by name, empty unless ``run.evaluate``.

@@ -58,6 +58,13 @@ def free_memory(config: Config) -> FreeMemory:
     """Return the memory that is free for a worker on this machine, in bytes.
 
     Of a GPU this is the share that ``compute.gpus_per_worker`` gives to a worker.
+
+    Args:
+        config: The configuration of the run.
+
+    Returns:
+        ``host``, the free main memory, and ``device``, the free memory of the GPU, None
+        without a GPU. The other values are None.
     """
     device = free_device_bytes(config)
     share = min(1.0, config.compute.gpus_per_worker or 1.0)
@@ -84,21 +91,38 @@ def free_host_bytes() -> int:
 
 
 def free_device_bytes(config: Config) -> int | None:
-    """Return the free bytes of the GPU of this process, or None without a GPU."""
+    """Return the free bytes of the GPU of this process.
+
+    Args:
+        config: The configuration. ``compute.device`` says whether a GPU is used.
+
+    Returns:
+        The bytes; None if ``compute.device`` is "cpu" or this machine has no GPU.
+    """
     if config.compute.device == "cpu" or not torch.cuda.is_available():
         return None
     return int(torch.cuda.mem_get_info()[0])
 
 
 def trains_on_features(config: Config) -> bool:
-    """Return whether a run trains on cached features of a frozen encoder."""
+    """Return whether a run trains on cached features of a frozen encoder.
+
+    This is so if ``model.finetune`` is "none" and images are not streamed.
+
+    Args:
+        config: The configuration of the run.
+    """
     return config.model.finetune == "none" and config.data.loading != "streaming"
 
 
 def row_bytes(config: Config) -> int:
     """Return the bytes that one row takes in memory.
 
-    These are its decoded pixels, or with a frozen encoder its cached features.
+    These are its decoded pixels, or with a frozen encoder its cached features: of the
+    evaluation view and of all random views.
+
+    Args:
+        config: The configuration of the run.
     """
     if config.model.finetune != "none":
         return 3 * config.data.stored_size**2
@@ -270,9 +294,10 @@ def check_memory(config: Config, task: Task) -> None:
 def estimate_training_bytes(config: Config, task: Task) -> dict[str, int]:
     """Estimate the memory that training takes, in all workers together.
 
-    Nothing is allocated: the network is built on PyTorch's device "meta". An encoder in
-    the code of the user may not work on that device. It is built on the CPU, and its
-    activations are not estimated.
+    The network is built on PyTorch's device "meta", where it takes no memory. There are
+    two exceptions, which are always built on the CPU: a run on vectors, and an encoder
+    in the code of the user (``package.module:callable``), which may not work on that
+    device. Their activations are not estimated.
 
     Args:
         config: The configuration of the run.
@@ -280,7 +305,8 @@ def estimate_training_bytes(config: Config, task: Task) -> dict[str, int]:
 
     Returns:
         Bytes by part: of the "network" with gradients and momentum, and of the
-        "activations" of the encoder in a step of discovery.
+        "activations" of the encoder in a step of discovery. The latter are 0 if they
+        are not estimated, or if the encoder is frozen and its features are cached.
     """
     library = config.model.encoder.partition(":")[0]
     # vectors have small heads, which on that device import PyTorch's compiler
@@ -336,7 +362,7 @@ def estimate_activation_bytes(encoder: nn.Module, side: int) -> int:
 
 
 def _format_size(num_bytes: float) -> str:
-    """Return a number of bytes with its unit, such as ``564 MB``."""
+    """Return a number of bytes with its unit, such as ``564 MB`` (1 MB is 10^6)."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if num_bytes < 1000:
             return f"{num_bytes:.3g} {unit}"

@@ -46,11 +46,15 @@ class Backend(Protocol):
         afterwards.
 
         Args:
-            run: A locked run. Without phases it is only evaluated.
-            show: Takes each line of metrics.
+            run: The run, inside ``run.locked()``, so that no other command writes into
+                its directory. Without phases it is only evaluated.
+            show: Takes each line of metrics, values by name, such as "loss".
 
         Returns:
-            The metrics by name, empty unless ``run.evaluate``.
+            The metrics of the evaluation by name, empty unless ``run.evaluate``.
+
+        Raises:
+            Interrupted: The user stopped it. A training phase has saved a checkpoint.
         """
 
     def after_training(self, task: Task) -> Backend:
@@ -73,7 +77,8 @@ class Backend(Protocol):
             run: The run that the model belongs to.
             model: The model of the run.
             writer: Holds the rows and stores their predictions.
-            show: Takes the number of finished rows and of all rows.
+            show: Called as ``show(done, total)`` with the number of finished rows and
+                of all rows.
 
         Returns:
             The numbers of all, readable and unreadable rows, and the path of the
@@ -85,8 +90,10 @@ class Backend(Protocol):
     ) -> AbstractContextManager[Compute]:
         """Return a context manager with a function that encodes rows.
 
-        The function computes features of a frozen encoder, see
-        :data:`uno.session.data.Compute`.
+        The function computes features of a frozen encoder. It takes a
+        :class:`~uno.data.features.FeatureJob` (all rows, and how to encode them), the
+        encoder, and row numbers int64 (n,); and yields the features in chunks, in the
+        order of the row numbers.
 
         Args:
             config: The configuration, which decides the device and the workers.
@@ -97,8 +104,15 @@ class Backend(Protocol):
         """Estimate the number of novel classes among the unlabeled rows of a run.
 
         Args:
-            run: The locked run.
-            settings: The parameters of the estimate.
+            run: The run, inside ``run.locked()``. The estimate is stored in its
+                directory.
+            settings: The parameters of the estimate, such as the largest number to try.
+
+        Returns:
+            The estimate with its interval.
+
+        Raises:
+            ConfigError: There are too few known classes or unlabeled rows.
         """
 
 
@@ -106,9 +120,13 @@ class Backend(Protocol):
 class Run:
     """A run: its directory, its configuration, its rows and its backend.
 
+    A run is locked inside the block ``with run.locked()``. Functions that write into
+    the directory take a locked run.
+
     Attributes:
         config: The final configuration.
-        storage: The run directory. Inside :meth:`locked` it can be written.
+        storage: The run directory. Inside :meth:`locked`, every write checks that this
+            command still holds the lock.
         backend: Does the work of the run.
         opened: The rows of the run, None until ``task`` is used.
         phases: The names of the phases to train, in order.
@@ -137,7 +155,13 @@ class Run:
 
     @property
     def task(self) -> Task:
-        """The rows of the run with their classes and splits, read at the first use."""
+        """The rows of the run with their classes and splits.
+
+        The data is read at the first use, and kept in the attribute ``opened``.
+
+        Raises:
+            ConfigError: The data cannot be read, or does not fit the configuration.
+        """
         if self.opened is None:
             self.opened = read_task(self.config.data)
         return self.opened
@@ -155,7 +179,8 @@ class Run:
     def trained(self) -> tuple[UnoModel, int]:
         """The trained network in eval mode, and the index of its best head.
 
-        The best head is the one with the lowest training loss.
+        The network has several cluster heads. The best head is the one with the lowest
+        training loss. Both are read at the first use and kept.
 
         Raises:
             StorageError: The run has no checkpoint of discovery.
