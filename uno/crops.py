@@ -229,8 +229,9 @@ class Cropper:
     def _draft_side(self) -> int:
         """The side in pixels down to which a JPEG decoder may reduce a whole image.
 
-        Decoding at a reduced size is faster. At this side the smallest ``resized`` crop
-        still has as many pixels as its view.
+        Decoding at a reduced size is faster. If both sides of an image have this length
+        or more, its smallest random resized crop (the crop ``resized`` of the
+        configuration) still has as many pixels as its view.
         """
         resized = (kind for kind in self.kinds if kind.crop == "resized")
         return max(

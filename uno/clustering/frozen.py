@@ -133,11 +133,12 @@ def fit_principal_space(features: Tensor) -> FeatureSpace:
     """Fit the map of features to their leading principal directions.
 
     Args:
-        features: Features (N, D), which are scaled to length one first.
+        features: Features (N, D) of any length.
 
     Returns:
-        The map to coordinates (N, P). It subtracts the mean, and P is at most
-        ``MAX_DIRECTIONS`` and D.
+        The map to coordinates (N, P), with P at most ``MAX_DIRECTIONS`` and D. It
+        scales its input to length one, subtracts the mean and projects; it does not
+        whiten.
     """
     step = -(-len(features) // MAX_FITTED_ROWS)
     rows = F.normalize(features[::step].float(), dim=1)

@@ -410,14 +410,21 @@ def find_hidden(
 ) -> Hidden:
     """Hide the labels of some known classes, and find the classes again.
 
-    The rows are whitened by the other known classes.
+    The rows are whitened by the other known classes. All rows without a label are
+    divided into many small clusters, which are merged one pair after the other, those
+    that mix most first. Each merge is compared with the hidden classes.
 
     Args:
         rows: Rows (N, P), not yet whitened.
-        labels: Their classes int64 (N,), or FREE.
+        labels: Their classes int64 (N,), or :data:`FREE` for a row without a label.
         classes: The classes to hide, not all of the known ones.
         seed: Seed of k-means.
-        min_rows: Rows from which on a cluster can be a class.
+        min_rows: The smallest number of rows with which a cluster can be a class.
+
+    Returns:
+        How much the halves of a hidden class mix, how much two hidden classes mix that
+        are merged, the mixing of every merge, and the mean F1 of the hidden classes
+        after every merge.
     """
     is_hidden = torch.isin(labels, torch.tensor(classes))
     others = labels.masked_fill(is_hidden, FREE)

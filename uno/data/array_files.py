@@ -297,7 +297,8 @@ def _read_csv_beside(path: str, beside: str, num_rows: int) -> dict[str, np.ndar
         num_rows: The number of rows of the array file.
 
     Returns:
-        The columns by name, each an array of text and None (num_rows,).
+        The columns by name, each an array of text (num_rows,). An empty cell is "", and
+        a cell that is missing at the end of a line is None.
 
     Raises:
         ConfigError: The .csv file cannot be read or has another number of rows.

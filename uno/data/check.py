@@ -578,14 +578,17 @@ def _find_copies(task: Task, in_full: bool) -> tuple[list[list[int]], str]:
 def _sample_by_key(keys: np.ndarray, sizes: np.ndarray, limit: int) -> np.ndarray:
     """Choose rows with about ``limit`` bytes in all, either all rows of a key or none.
 
+    Keys are chosen evenly spaced in their sorted order, as large a share of them as
+    ``limit`` is of all bytes. So the chosen rows may have a few more bytes.
+
     Args:
         keys: (n,), equal for rows that are to be chosen together.
         sizes: int64 (n,), the number of bytes of each row.
         limit: The number of bytes.
 
     Returns:
-        int64 (m,), ascending positions of the chosen rows among the n rows. If not even
-        the rows of one key are within the limit, single rows are chosen.
+        int64 (m,), ascending positions of the chosen rows among the n rows. If the
+        share is less than one key, evenly spaced single rows are chosen.
     """
     share = limit / max(1, int(sizes.sum()))
     if share >= 1:

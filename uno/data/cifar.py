@@ -100,7 +100,11 @@ def read_cifar(path: str, options: ReadOptions, *, name: str) -> Rows:
 
 
 def _torchvision_class(name: str) -> Any:
-    """Return torchvision's class for a data set, which lists files and checksums."""
+    """Return torchvision's class for a data set, which lists files and checksums.
+
+    Args:
+        name: "cifar10" or "cifar100".
+    """
     from torchvision import datasets  # slow to import
 
     return {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}[name]

@@ -441,10 +441,15 @@ def _header_of(picture: Pillow.Image) -> Header:
 
 
 def inspect_image(image: Image) -> ImageFacts:
-    """Decode an image, and return its format, size and brightness.
+    """Decode an image, and return facts about it.
 
     Args:
         image: Encoded bytes, a path or URI, or pixels uint8 (H, W, 3).
+
+    Returns:
+        The header with format and size, the largest stored value, a sample of the
+        stored values of a gray image of more than 8 bits, and whether a TIFF has
+        further pages.
 
     Raises:
         BadImage: The image cannot be used.

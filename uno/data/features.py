@@ -382,13 +382,17 @@ def encode_rows(
 def _random_views(config: Config, seed: int, crops: Tensor) -> list[Tensor]:
     """Make the V normalized random views of one row from its crops.
 
+    V is the number of random views that the configuration asks for, and S the side of
+    a view in pixels.
+
     Args:
         config: The configuration of the run.
         seed: The seed of the row, from :func:`view_seeds`.
-        crops: uint8 (1, bytes), the pixels of the random crops of the row.
+        crops: uint8 (1, bytes), the pixels of the random crops of the row, as the
+            :class:`~uno.crops.Cropper` of this configuration has written them.
 
     Returns:
-        V tensors (1, 3, S, S).
+        V tensors float32 (1, 3, S, S).
     """
     return augment_crops(
         _cropper(config).split(crops),

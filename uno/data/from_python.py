@@ -61,11 +61,15 @@ def float_vectors(given: Any, what: str) -> Tensor:
 def _float_array(given: Any, what: str) -> np.ndarray:
     """Convert numbers to a float32 array that PyTorch can wrap.
 
-    Its byte order is native and its memory is contiguous.
-
     Args:
-        given: The numbers, as a caller passes them.
+        given: The numbers: anything that ``np.asarray`` takes, or an array of objects
+            that are vectors of equal length. Tensors and sparse matrices are converted
+            before.
         what: The name of the argument, for the message.
+
+    Returns:
+        float32, in native byte order and contiguous memory, with the number of
+        dimensions of ``given``, which is not checked. Masked values are NaN.
 
     Raises:
         ConfigError: ``given`` does not hold real numbers in rows of equal length.

@@ -41,13 +41,18 @@ UNREADABLE = (
 def read_h5ad(path: str, options: ReadOptions) -> VectorFile:
     """Read an array of an .h5ad file as embeddings, and columns of its ``obs``.
 
-    The name of a cell is the id of its row. The array is the one of ``obsm`` that the
-    option names as the column ``embedding``, or ``X``. It must be dense. By default it
-    is ``X_pca``, else the only array of ``obsm``.
+    The name of a cell is the id of its row. Without an option the array is ``X_pca`` of
+    ``obsm``, else the only array of ``obsm``. The option can name another array of
+    ``obsm`` as the column ``embedding``, or ``X`` for the matrix ``X`` itself. The
+    array must be dense.
 
     Args:
         path: Path or URI of the file.
-        options: How the source is read.
+        options: How the source is read: the names of its columns.
+
+    Returns:
+        The vectors of the cells, and the columns of ``obs`` that have a meaning, such
+        as labels.
 
     Raises:
         ConfigError: The file cannot be read, an array or column is not there or is not

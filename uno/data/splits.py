@@ -339,16 +339,18 @@ def rows_of_classes(labels: np.ndarray, num: int) -> list[np.ndarray]:
 def decide_setting(
     config: Config, declared: Sequence[str], began: bool = False
 ) -> tuple[Literal["ncd", "gcd"], str]:
-    """Decide between the NCD and the GCD setting if ``data.setting`` is "auto".
+    """Decide between the NCD and the GCD setting, without looking at rows.
 
-    The setting is NCD if a benchmark hides the labels of novel classes only, or if the
-    method knows only NCD. It is GCD if a benchmark also hides labels of known classes,
-    and if rows truly lack a label: nobody knows the classes of such rows, and the NCD
-    setting would force an image of a known class into a novel class.
+    A ``data.setting`` other than "auto" is returned as it is. Otherwise the first rule
+    that holds decides: GCD if ``data.unlabeled_known_fraction`` hides labels of known
+    classes; NCD if ``data.known_classes`` or the source says which classes are known,
+    because only labels of the other classes are hidden then; NCD if the method knows
+    nothing else; GCD for all other data: nobody knows the classes of its unlabeled
+    rows, and NCD would force an image of a known class into a novel class.
 
     Args:
         config: The configuration of the run.
-        declared: Names of the known classes, if the source declares them.
+        declared: Names of the known classes, if the source declares them, else empty.
         began: Whether ``data.setting`` comes from a stored run, which the sentence
             says.
 

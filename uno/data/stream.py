@@ -711,7 +711,8 @@ class StreamedEvalSet(EvalRows):
             num: The largest number of rows. At most :data:`MAX_SAMPLE_ROWS` are chosen.
 
         Returns:
-            A list of one array: the positions of the chosen rows, int64.
+            A list of one array, because there is one kind of rows: the chosen rows,
+            int64, as row numbers of the data set (values of :attr:`index`).
         """
         rows, num = [self.index.numpy()], min(num, MAX_SAMPLE_ROWS)
         return spread(self.source.images, rows, num)

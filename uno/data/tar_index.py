@@ -301,7 +301,7 @@ def _read_content(path: str) -> ShardContent | None:
     """Read the content of a shard from the cache directory.
 
     Args:
-        path: Path below the cache directory.
+        path: Path of the file relative to the cache directory of the user.
 
     Returns:
         The content. None if there is no such file; or if it is damaged or cannot be
@@ -441,8 +441,9 @@ def _find_fields(
         images: The images of the shard by key, the name up to the last dot.
         labeled: The keys KEY for which there is a member KEY.cls or KEY.json, even if
             that member holds no label.
-        names: The key of each label that counts -> the name of the member that holds
-            it, KEY.cls or KEY.json.
+        names: The key of each label -> the name of the member that holds it. Of KEY.cls
+            and KEY.json it is the one whose label is used; members without a label are
+            left out.
 
     Returns:
         The key of each such image -> two names: its own, and that of the image of the

@@ -64,9 +64,13 @@ def read_csv(path: str) -> TextTable:
     Args:
         path: Local path or URI of the file.
 
+    Returns:
+        The table. All values are text; an empty cell is "". A row with fewer values
+        than the first line has None in the last columns.
+
     Raises:
-        ConfigError: The file is not CSV, a row has more values than the first line, or
-            two columns have the same name.
+        ConfigError: The file cannot be read or is not CSV, a row has more values than
+            the first line, or two columns have the same name.
     """
     text = _read_text(path)
     first_line = text.splitlines()[0] if text else ""

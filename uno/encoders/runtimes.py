@@ -102,7 +102,16 @@ class Runtime(nn.Module):
         self._shape: torch.Size | None = None
 
     def forward(self, images: Tensor) -> Tensor:
-        """Compute the features (B, D) of images (B, 3, S, S), without a graph.
+        """Compute the features of images, without gradients.
+
+        The program is built at the first call, for the size S of its images. Images of
+        another size are computed by PyTorch.
+
+        Args:
+            images: Normalized images float32 (B, 3, S, S).
+
+        Returns:
+            Features float32 (B, D).
 
         Raises:
             ConfigError: OpenVINO cannot compute the encoder, or gives other features

@@ -163,7 +163,12 @@ def _describe_torchvision(model_name: str) -> Description:
 
 
 def _describe_cfg(cfg: Mapping[str, Any]) -> Description:
-    """Turn timm's description of an encoder and its weights into a Description."""
+    """Turn timm's description of an encoder and its weights into a Description.
+
+    Args:
+        cfg: The values of timm's ``pretrained_cfg``. It must have ``input_size``,
+            ``mean`` and ``std``.
+    """
     side, tag = int(cfg["input_size"][-1]), str(cfg.get("tag") or "")
     return Description(
         side,

@@ -128,11 +128,12 @@ def frozen_sample(config: Config, model: UnoModel, train: Any) -> Sample:
     Args:
         config: The configuration of the run.
         model: The network, with the frozen encoder.
-        train: The training data.
+        train: The training set, a :class:`~uno.data.memory.TrainSet` or one that is
+            streamed. It has ``num_novel``, the number of novel classes.
 
     Returns:
         Features and labels of a sample of labeled rows, and features of a sample of
-        unlabeled rows.
+        unlabeled rows, of the size that :func:`training_features` chooses.
 
     Raises:
         ConfigError: There are fewer unlabeled rows than novel classes.

@@ -109,7 +109,10 @@ class OpenMix(Method):
     def initialize(
         self, config: Config, model: UnoModel, train: TrainData
     ) -> dict[str, Tensor]:
-        """Set the novel prototypes to the centers of k-means clusters of the features.
+        """Set the novel prototypes to the centers of k-means clusters.
+
+        The features of a sample of the unlabeled rows are divided into as many clusters
+        as there are novel classes.
 
         Args:
             config: The configuration of the run.

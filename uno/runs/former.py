@@ -128,6 +128,10 @@ def _delete_former_run(storage: Storage) -> None:
 
 
 def _files_of_run(storage: Storage) -> list[str]:
-    """List the files of a run directory, without its lock and folder ``former/``."""
+    """List what is directly in a run directory, except its lock and ``former/``.
+
+    Returns:
+        The names of files and folders, without the path of the directory.
+    """
     names = storage.list()
     return [n for n in names if n != FORMER_FOLDER and not output.is_lock(n)]

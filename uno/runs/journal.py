@@ -137,9 +137,10 @@ class Journal:
             self._writer.shutdown()
 
     def _run_job(self, job: Callable[[], None]) -> None:
-        """Call a function in the writing thread, unless an earlier one has failed.
+        """Call a function here, unless an earlier one has failed.
 
-        Its error is kept, and raised by the next call in the training thread.
+        The writing thread calls this. An error of the function is kept, and the next
+        method of the journal that the training thread calls raises it.
 
         Args:
             job: Takes no argument.
@@ -177,7 +178,8 @@ class Journal:
 def read_journal(storage: Storage, name: str = METRICS_FILE) -> list[dict[str, Any]]:
     """Return all lines of the ``metrics.jsonl`` of a run as dicts, in order.
 
-    A line that a killed process has not completed is left out.
+    A line that a killed process has not completed is left out. If there is no such
+    file, the list is empty.
 
     Args:
         storage: The run directory.

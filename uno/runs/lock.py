@@ -140,8 +140,8 @@ class RunLock:
     def _next_content(self) -> bytes:
         """Return the next content of the lock file, as JSON.
 
-        It holds the host, the process, the token, and the number of writes so far, so
-        that every renewal changes the file.
+        It holds the host, the process, the token that identifies this lock, and the
+        number of calls of this method, so that every renewal changes the file.
         """
         self._renewals += 1
         lock = {

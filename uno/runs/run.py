@@ -369,8 +369,9 @@ def frozen_encoder(config: Config, storage: Storage) -> nn.Module:
 def load_weights_(model: UnoModel, config: Config, storage: Storage) -> bool:
     """Load into a new network the weights with which a phase starts.
 
-    The source is ``model.weights`` if given, otherwise the phase before discovery.
-    Without either, the network is not changed.
+    The source is the setting ``config.model.weights`` if it is given: a file of encoder
+    weights, or another run, whose pretraining is loaded. Otherwise it is the phase of
+    this run before discovery. If the run has no such phase, the network is not changed.
 
     Args:
         model: The network. Its encoder, and if possible its known head, are changed.

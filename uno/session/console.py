@@ -300,10 +300,11 @@ def count_items(
 
 
 def output_closed() -> bool:
-    """Return whether nobody reads stdout or stderr any more.
+    """Return whether nobody reads stdout, or nobody reads stderr, any more.
 
-    This is so after a pipe was closed or a terminal hung up. Everything that is written
-    to such a stream afterwards is discarded without an error.
+    This is so after a pipe was closed or a terminal hung up. Both streams are tested
+    now. A stream without a reader is redirected, so that everything that is written to
+    it afterwards is discarded without an error.
     """
     gone = False
     for stream in (sys.stdout, sys.stderr):

@@ -182,7 +182,8 @@ def check_source(config: Config, given: Mapping[str, Any]) -> None:
 def check_run(run: Run, in_full: bool = False) -> None:
     """Check that a run can succeed, before anything is computed.
 
-    The data, the memory and the runtime of the encoder are checked.
+    The data, the memory and the library that computes the encoder (PyTorch or OpenVINO)
+    are checked.
 
     Args:
         run: The run.

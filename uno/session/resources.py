@@ -55,9 +55,11 @@ class FreeMemory(NamedTuple):
 
 
 def free_memory(config: Config) -> FreeMemory:
-    """Return the memory that is free for a worker on this machine, in bytes.
+    """Return the memory that is free on this machine, in bytes.
 
-    Of a GPU this is the share that ``compute.gpus_per_worker`` gives to a worker.
+    The main memory is not divided among workers. Of the free memory of the GPU, a
+    worker has the share ``compute.gpus_per_worker``, and all of it if that is 0, unset
+    or above 1.
 
     Args:
         config: The configuration of the run.

@@ -97,7 +97,8 @@ class Backend(Protocol):
 
         Args:
             config: The configuration, which decides the device and the workers.
-            should_stop: Returns whether the user has asked to stop.
+            should_stop: Returns whether the user has asked to stop. A backend asks it
+                while it waits for nodes of a cluster.
         """
 
     def estimate(self, run: Run, settings: Settings) -> Estimate:
