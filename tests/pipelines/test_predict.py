@@ -348,10 +348,7 @@ def test_classes_named_in_one_step(run, capsys):
 @pytest.mark.slow
 def test_export_writes_and_says_what(run, tmp_path, capsys):
     uno("export", run, "--format", "pt2")
-    assert (
-        "checked against the model; images uint8 (B, 3, 8, 8)"
-        in capsys.readouterr().out
-    )
+    assert "checked against the model" in capsys.readouterr().out
     assert (run / "model" / "model.pt2").exists()
     uno(
         "export",
