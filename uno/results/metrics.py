@@ -236,6 +236,11 @@ class Metric(NamedTuple):
 
 
 PARTS = {"balanced": "all", "recall_small": "small", "recall_large": "large"}
+"""Metrics that are the mean recall of matched classes -> the classes that they count.
+
+Each protocol computes them by its own matching of clusters and classes. All other
+metrics of :data:`METRICS` but the accuracy see only the clusters of the novel rows.
+"""
 METRICS = {
     "acc": Metric(
         cluster_accuracy,
@@ -270,7 +275,8 @@ METRICS = {
 }
 """The metrics by their names in the keys of ``metrics.json``.
 
-The console, the model card and the report show every entry.
+``metrics.json`` has every entry for each protocol, and the report shows them for the
+task-aware one. The console shows the accuracy alone.
 """
 
 
