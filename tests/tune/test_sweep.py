@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,36 @@ def test_pretrainings_are_shared_and_failures_never_win(ray_cluster, tmp_path):
     files = {name for name in storage.list("trials/0000") if name != "tensorboard"}
     assert all(name.endswith((".json", ".jsonl")) for name in files)
     assert {"best.yaml", "sweep.html", "sweep.jsonl"} <= set(storage.list())
+
+
+def test_a_trial_outlives_its_process(ray_cluster, tmp_path):
+    """SIGKILL to the process of a trial once it has an epoch. Kills: a trial that is
+    failed for good, one that begins anew.
+    """
+    words = ("--scheduler", "none", "--discover.epochs", "8")
+    options, storage = planned(tmp_path, [values()], *words)
+    killed = []
+
+    def kill() -> None:
+        until(lambda: storage.exists("trials/0000/epochs.jsonl"))
+        for folder in Path("/proc").iterdir():
+            with suppress(OSError):  # it ended meanwhile
+                if (
+                    folder.name.isdigit()
+                    and b"ray::ImplicitFunc" in (folder / "cmdline").read_bytes()
+                ):
+                    os.kill(int(folder.name), signal.SIGKILL)
+                    killed.append(storage.read("trials/0000/epochs.jsonl"))
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    assert run_sweep(options) == 0
+    killer.join()
+    (before,) = killed
+    assert [result["status"] for result in results(storage)] == ["finished"]
+    lines = storage.read("trials/0000/epochs.jsonl").splitlines()
+    assert [json.loads(line)["epoch"] for line in lines] == list(range(1, 9))
+    assert lines[: len(before.splitlines())] == before.splitlines()
 
 
 @pytest.mark.release
