@@ -3,7 +3,10 @@
 import errno
 import os
 import shutil
+import signal
+import subprocess
 import sys
+import threading
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -423,6 +426,47 @@ def test_where_features_are_kept(monkeypatch):
     for given, expected in (("~/c", "/home/me/c"), ("s3://b/c", "s3://b/c")):
         config = config_of(compute__cache=given)
         assert features.cache_directory(config) == expected
+
+
+def compute_in_child(folder, slow):
+    """What the processes of the next test run."""
+    features.CHUNK_ROWS, features.ROWS_AT_ONCE, features.PART_SECONDS = CHUNK, 6, -1.0
+    job = job_of()
+
+    def compute(rows):
+        for count, chunk in enumerate(computed(job)(rows)):
+            if slow and count:
+                signal.pause()
+            yield chunk
+
+    cached_features(cache_of(folder, job), compute)
+
+
+@pytest.mark.slow
+def test_a_killed_process_and_two_at_once(tmp_path):
+    """SIGKILL after the first of three chunks; two processes encode the others."""
+    root = Path(__file__).parents[3]
+
+    def start(slow):
+        code = (
+            "from tests.uno.data.test_features import *;"
+            f" compute_in_child({str(tmp_path)!r}, {slow})"
+        )
+        environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen([sys.executable, "-c", code], cwd=root, env=environment)
+
+    child = start(True)
+    for _ in range(1200):
+        if parts(tmp_path) or child.poll() is not None:
+            break
+        threading.Event().wait(0.1)
+    child.kill()
+    assert child.wait() == -signal.SIGKILL
+    job, seen = job_of(), []
+    assert len(cache_of(tmp_path, job).read()[1]) == 24
+    assert [child.wait() for child in (start(False), start(False))] == [0, 0]
+    found, _ = kept(tmp_path, job, seen)
+    assert not seen and torch.equal(found, kept(tmp_path / "anew", job)[0])
 
 
 ENCODER = """
