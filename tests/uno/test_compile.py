@@ -43,7 +43,8 @@ def test_the_encoder_of_both_phases_is_compiled_on_request(
     monkeypatch.setattr(
         torch.nn.Module, "compile", lambda module, **how: seen.append(module)
     )
-    state = train_both(small_config(compute__compile=compiled), Storage(str(tmp_path)))
+    config = small_config(compute__compile=compiled, train__max_steps=1)
+    state = train_both(config, Storage(str(tmp_path)))
     assert len(seen) == (2 if compiled else 0)
     assert not compiled or seen[-1] is state.model.encoder
 

@@ -5,14 +5,12 @@ names the field.
 from pathlib import Path
 
 import pytest
-import yaml
 
 from uno import config as schema
 from uno.config import (
     Config,
     config_hash,
     differing_keys,
-    dump_yaml,
     field_traits,
     load_yaml,
     override,
@@ -20,7 +18,6 @@ from uno.config import (
 )
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError, UnoError
 from uno.methods import METHODS
-from uno.presets import preset
 
 
 @pytest.fixture
@@ -142,13 +139,6 @@ def test_nested_and_dotted_keys_mean_the_same_and_comments_nothing(yaml_file):
     values = load_yaml(yaml_file("objective:\n  # epsilon: 0.1\nseed: 3\n"))
     assert override(Config(), values) == override(Config(), {"seed": 3})
     assert load_yaml(yaml_file("# nothing\n")) == {}
-
-
-@pytest.mark.parametrize("name", ["digits", "cifar100_20", "imagenet", "scratch"])
-def test_a_dumped_config_loads_to_the_same_one(name, yaml_file):
-    config = preset(name, "v2")
-    assert override(Config(), load_yaml(yaml_file(dump_yaml(config)))) == config
-    assert Config.model_validate(yaml.safe_load(dump_yaml(config))) == config
 
 
 BOMB = "b0: &b0 {x: 1}\n" + "".join(

@@ -160,7 +160,6 @@ TOYS = "tests.uno.toy_encoders"
     ("name", "classifier", "num_features"),
     [
         ("torchvision:mobilenet_v3_small", "classifier.3", 1024),
-        ("torchvision:efficientnet_b0", "classifier.1", 1280),
         ("torchvision:regnet_x_400mf", "fc", 400),
         ("timm:test_vit", "head", 64),
         ("timm:mobilenetv3_small_050", "classifier", 1024),

@@ -7,8 +7,7 @@ from tests.uno.small_run import small_config
 from tests.uno.test_heads import small_model
 from uno.config import Config, ModelConfig
 from uno.data.memory import RowBlocks
-from uno.methods.uno import METHOD
-from uno.model import UnoModel, build_network, features_of, forward
+from uno.model import UnoModel, build_network, features_of
 
 SMALL = ModelConfig(
     encoder="resnet_small", width=4, num_heads=3, hidden_dim=8, projection_dim=6
@@ -56,26 +55,6 @@ def test_views_come_first_and_do_not_depend_on_each_other(sizes, passes):
     assert torch.cdist(rows, rows).fill_diagonal_(1).min() > 1e-4
 
 
-def test_families_that_are_off_are_none():
-    """Kills: an overclustering head of zero clusters, heads in the pretraining
-    network.
-    """
-    without = UnoModel(SMALL.model_copy(update={"overcluster_factor": 0}), 4, 3, METHOD)
-    logits = without([torch.randn(2, 3, 8, 8)])
-    assert logits.over is None and without.over is None
-    assert logits.novel.shape == (1, 3, 2, 3)
-    assert without.projector.num_heads == 3
-    pretraining = UnoModel(SMALL, 4, 0)
-    logits = pretraining([torch.randn(2, 3, 8, 8)] * 2)
-    assert logits.known.shape == (2, 2, 4)
-    assert logits.novel is None and logits.over is None
-    assert not [
-        name
-        for name in pretraining.state_dict()
-        if name.startswith(("projector", "novel", "over"))
-    ]
-
-
 @pytest.mark.parametrize("overcluster_factor", [0, 2])
 def test_directions_are_what_the_logits_come_from(overcluster_factor):
     """Kills: directions of other heads, views or the other family; gradients through
@@ -117,25 +96,6 @@ def test_a_seed_fixes_the_weights_and_leaves_the_global_state_alone():
         len(weights) == 6
         and torch.cdist(weights, weights).fill_diagonal_(1).min() > 0.1
     )
-
-
-@torch.no_grad()
-def test_features_pass_by_the_encoder():
-    """Kills: features that are encoded or scaled once more, views of them that are
-    exchanged.
-    """
-    config = small_config()
-    model, images = (
-        randomised(small_model()),
-        torch.randint(0, 256, (6, 3, 8, 8), dtype=torch.uint8),
-    )
-    expected = forward(model, images, config)
-    assert expected.features is not None
-    found = forward(model, expected.features[0], config)
-    for one, other in zip(found[:4], expected[:4], strict=True):
-        torch.testing.assert_close(one, other)
-    views = [torch.randn(3, model.encoder.num_features) for _ in range(2)]
-    torch.testing.assert_close(model(views).features, torch.stack(views))
 
 
 def test_cached_features_pass_no_head(monkeypatch):

@@ -145,26 +145,6 @@ def test_sorted_classes_are_all_looked_at(tmp_path, monkeypatch):
     assert min(found.labels.bincount(minlength=5).tolist()) >= 3
 
 
-def test_a_prior_only_where_the_run_asks_for_one(tmp_path):
-    """Kills: clusters of a plain run, which would cost its time; another prior than
-    the one that is there.
-    """
-    model, train = build_network(small_config(), 5, 5, 0), small_sets()[0]
-    mine = {"queue": torch.zeros(3)}
-
-    def found(extra, **options):
-        return init_prototypes_(small_config(**options), model, train, extra)
-
-    assert found({}) == {} and list(found(mine)) == ["queue"]
-    assert found({}, data__setting="ncd", objective__class_prior="kmeans")[
-        "prior"
-    ].shape == (5,)
-    assert found({}, data__setting="gcd")["prior"].shape == (10,)
-    uniform = found(mine, data__setting="gcd", objective__class_prior="uniform")
-    assert uniform["prior"].tolist() == pytest.approx([0.1] * 10) and "queue" in uniform
-    assert model.training
-
-
 def test_sizes_of_clusters_are_believed_as_far_as_known_ones_are_right():
     """Kills: the error not relative to an equal share (all but one number of classes),
     its root, its sign or a share below 0 of the spread; the spread of the known classes

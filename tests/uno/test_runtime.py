@@ -69,6 +69,7 @@ def _signal_stack() -> bytes:
     return now.raw
 
 
+@pytest.mark.slow
 def test_openvino_leaves_this_thread_its_stack_for_signals():
     """Without it, Ctrl-C would end the process with SIGSEGV."""
     pytest.importorskip("openvino")

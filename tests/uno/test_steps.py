@@ -134,18 +134,6 @@ def test_loss_is_the_mean_of_both_families_and_all_heads(overcluster_factor):
     )
 
 
-def test_prototypes_are_normalized_before_the_forward():
-    """Kills: normalizing after the step, or only some families."""
-    batch, losses = batches_of(CONFIG)(0), []
-    for scale in (1, 3):
-        state = fresh_state(CONFIG)
-        with torch.no_grad():
-            for head in (state.model.known, state.model.novel, state.model.over):
-                head.weight.mul_(scale)
-        losses.append(float(discovery_step(state, batch, CONFIG, 0.1)))
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-
-
 def test_unlabeled_rows_of_a_mixed_pile_choose_among_all_outputs():
     """The prior's length says so. Kills: targets over novel outputs, known cosines of
     small views or labeled rows, a prior for the wrong family, what novel classes have
@@ -294,17 +282,10 @@ def test_permuted_hidden_labels_change_no_training_tensor(unlabeled_known_fracti
     for permute in (False, True):
         rows = read_rows(config)
         if permute:
-            novel = [
-                i
-                for i, label in enumerate(rows.labels.to_pylist())
-                if label in {"5", "6", "7", "8", "9"}
-            ]
-            labels = rows.labels.to_pylist()
-            for i, j in zip(
-                novel, np.random.default_rng(0).permutation(novel), strict=True
-            ):
-                labels[i] = rows.labels.to_pylist()[j]
-            rows = replace(rows, labels=make_labels(labels))
+            labels = np.array(rows.labels.to_pylist())
+            novel = np.flatnonzero(labels >= "5")
+            labels[novel] = labels[np.random.default_rng(0).permutation(novel)]
+            rows = replace(rows, labels=make_labels(labels.tolist()))
         task = make_task(rows, config)
         if permute and unlabeled_known_fraction:
             hidden = np.flatnonzero(task.is_train & (task.labels < 0))
@@ -317,7 +298,7 @@ def test_permuted_hidden_labels_change_no_training_tensor(unlabeled_known_fracti
             fresh_state(run_config, train=train),
             batches_of(run_config, train=train),
         )
-        for step in range(4):
+        for step in range(2):
             discovery_step(state, batches(step), run_config, 0.1)
         states.append(copied_tensors(state))
         truths.append(task.eval_labels)

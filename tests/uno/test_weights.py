@@ -48,7 +48,7 @@ def torch_file(content) -> bytes:
     return stream.getvalue()
 
 
-@pytest.mark.parametrize("suffix", [".safetensors", ".pt", ".pth"])
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
 @pytest.mark.parametrize(
     "wrap",
     [

@@ -153,7 +153,7 @@ def test_it_finds_more_than_it_starts_from():
     matter.
     """
     sample, truth = noisy()
-    found = pim.fit_classifier(sample, 2, "gcd", 0, steps=200)
+    found = pim.fit_classifier(sample, 2, "gcd", 0, steps=100)
     outputs = (normalize(sample.unlabeled, dim=1) @ found.weights.T).argmax(dim=1)
     start = cluster_features(sample.unlabeled, *sample[:2], 2, "gcd", 0).assignment
     own, before = (
@@ -167,7 +167,7 @@ def test_it_finds_more_than_it_starts_from():
         2,
         "gcd",
         0,
-        steps=200,
+        steps=100,
     )
     assert longer.weight == found.weight
     torch.testing.assert_close(longer.weights, found.weights, rtol=1e-3, atol=1e-3)

@@ -80,16 +80,6 @@ def test_a_tie_between_known_and_novel_is_known():
     assert confusions.joint.tolist() == [[[1, 0], [0, 1]]]
 
 
-def test_counting_never_waits_for_the_device():
-    """The meta device has no values to wait for. Kills: bincount, boolean selection,
-    .item(), branches.
-    """
-    rows = [tensor.to("meta") for tensor in random_rows(16)]
-    Confusions.zeros(H, C_L, C_U, K, device="meta").add_(*rows)
-    with pytest.raises(RuntimeError):
-        torch.bincount(rows[2])
-
-
 class Spelled(UnoModel):
     """Answers with the logits of the row that an image's first pixels spell."""
 

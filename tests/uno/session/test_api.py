@@ -211,17 +211,20 @@ import numpy as np
 torch.set_num_threads(4)
 images, model = np.zeros((300, 8, 8, 3), np.uint8), uno.load(sys.argv[1])
 model.predict(images)
-fork = multiprocessing.get_context("fork")
-for predict in (lambda: model.predict(images), lambda: uno.load(sys.argv[1]).predict(images)):
-    child = fork.Process(target=predict)
-    child.start()
-    child.join(60)
-    alive = child.is_alive()
-    child.kill()
-    assert not alive and child.exitcode == 0, "the child hangs"
-"""  # noqa: E501
+def predict_and_load():
+    model.predict(images)
+    uno.load(sys.argv[1]).predict(images)
+
+child = multiprocessing.get_context("fork").Process(target=predict_and_load)
+child.start()
+child.join(60)
+alive = child.is_alive()
+child.kill()
+assert not alive and child.exitcode == 0, "the child hangs"
+"""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_forked_child_of_a_process_that_has_predicted_predicts(run):
     """OpenMP of PyTorch does not survive a fork. Kills: a pool of processes that

@@ -97,6 +97,7 @@ def test_tensorboard_has_the_lines_of_a_run_its_resume_and_its_roll_back(storage
     ]
 
 
+@pytest.mark.slow
 def test_mlflow_reads_a_run_and_its_resume_as_one(tmp_path, monkeypatch):
     """Kills: a second run after a resume, parameters logged twice (refused), a run
     that never ends.
@@ -148,6 +149,7 @@ def wandb_runs(monkeypatch):
     return runs
 
 
+@pytest.mark.slow
 def test_wandb_has_an_offline_run(tmp_path, wandb_runs):
     """Kills: a run that asks for the network or a login, steps lost since they go
     back.

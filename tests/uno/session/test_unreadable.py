@@ -147,7 +147,7 @@ def files_of(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-@pytest.mark.parametrize("kind", ["scratch", "heads", "clustering"])
+@pytest.mark.parametrize("kind", ["scratch", "clustering"])
 def test_a_refused_overwrite_keeps_the_former_run(tmp_path, kind):
     """Too many unreadable images are known only after the new run has begun."""
     settings = write_folders(tmp_path) | settings_of(kind, tmp_path)
