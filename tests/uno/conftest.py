@@ -1,6 +1,8 @@
 import pytest
 import torch
 
+from uno.data.files import Storage
+
 # sums in one order, for tests that compare bits or stored numbers
 torch.set_num_threads(1)
 
@@ -13,3 +15,9 @@ def one_thread():
     torch.manual_seed(0)
     yield
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def storage(tmp_path) -> Storage:
+    """A directory that is not there yet."""
+    return Storage(str(tmp_path / "run"))

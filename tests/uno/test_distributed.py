@@ -315,19 +315,6 @@ def store(parts: dict[str, dict[str, Tensor]], path: Path, world_size: int) -> N
         dist.destroy_process_group()
 
 
-def test_one_process_is_the_identity():
-    """Kills: a copy, a reduction or a process group where there is one worker."""
-    tensor = torch.rand(3, 4)
-    assert distributed.rank_and_world() == (0, 1)
-    assert (
-        distributed.gather_rows(tensor, 0)
-        is distributed.local_shard(tensor, 1)
-        is tensor
-    )
-    assert distributed.all_reduce_sum_(tensor) is tensor
-    distributed.barrier(CPU)
-
-
 PAIR = "[/third_party/gloo/gloo/transport/tcp/pair.cc:464] "
 MISMATCH = (
     "op.preamble.length <= op.nbytes. 1000 vs 12. Received data size doesn't match"

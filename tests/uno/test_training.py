@@ -66,11 +66,6 @@ def assert_ends_as(clean, storage: Storage) -> None:
     assert lines(storage) == clean[1]
 
 
-@pytest.fixture
-def storage(tmp_path) -> Storage:
-    return Storage(str(tmp_path / "run"))
-
-
 @pytest.fixture(scope="module")
 def clean(tmp_path_factory):
     """(tensors, lines, storage) of the uninterrupted run."""

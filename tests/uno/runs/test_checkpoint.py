@@ -41,11 +41,6 @@ def path(step: int) -> str:
     return checkpoint_name("discover", step)
 
 
-@pytest.fixture
-def storage(tmp_path) -> Storage:
-    return Storage(str(tmp_path / "run"))
-
-
 @pytest.mark.parametrize("uri", [False, True])
 def test_round_trip(storage, uri):
     """Kills: tensors that alias or lose their type, the phases mixed, a

@@ -25,34 +25,29 @@ from uno.runs.directory import begin_run
 CONFIG = small_config(pretrain__epochs=2, discover__epochs=2)
 
 
-@pytest.fixture
-def empty(tmp_path):
-    return Storage(str(tmp_path / "empty"))
-
-
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("recipe", ["paper", "v2"])
-def test_the_same_config_opens_its_run_again(empty, name, recipe):
+def test_the_same_config_opens_its_run_again(storage, name, recipe):
     """Kills: a value that YAML does not give back (1e-5 as text, tuples, None)."""
     config = preset(name, recipe)
     for _ in range(2):
-        begin_run(config, empty, "print")
-    assert override(Config(), directory.read_config_tree(empty)) == config
+        begin_run(config, storage, "print")
+    assert override(Config(), directory.read_config_tree(storage)) == config
 
 
-def test_what_does_not_fit_the_run_is_refused(empty):
+def test_what_does_not_fit_the_run_is_refused(storage):
     """Kills: a run continued under other settings or on other data, keys that are
     not named.
     """
-    begin_run(CONFIG, empty, "print")
+    begin_run(CONFIG, storage, "print")
     changed = override(CONFIG, {"objective.epsilon": 0.1, "discover.epochs": 4})
     keys = (
         r"other settings: discover\.epochs, objective\.epsilon; use those, --overwrite"
     )
     with pytest.raises(ConfigError, match=keys):
-        begin_run(changed, empty, "print")
+        begin_run(changed, storage, "print")
     with pytest.raises(ConfigError, match=r"\.\.\."):
-        begin_run(preset("cifar10"), empty, "print")
+        begin_run(preset("cifar10"), storage, "print")
     changes = {
         "output": "elsewhere",
         "compute.num_workers": 2,
@@ -65,14 +60,16 @@ def test_what_does_not_fit_the_run_is_refused(empty):
         "train.report_to": "jsonl",
         "train.checkpoint_every_minutes": 1,
     }
-    begin_run(override(CONFIG, changes), empty, "print")
+    begin_run(override(CONFIG, changes), storage, "print")
     with pytest.raises(ConfigError, match="trained on other data"):
-        begin_run(CONFIG, empty, "other")
-    facts = json.loads(empty.read("environment.json"))
+        begin_run(CONFIG, storage, "other")
+    facts = json.loads(storage.read("environment.json"))
     assert facts["data_fingerprint"] == "print" and "torch" in facts["versions"]
-    empty.write("environment.json", json.dumps(facts | {"format_version": 99}).encode())
+    storage.write(
+        "environment.json", json.dumps(facts | {"format_version": 99}).encode()
+    )
     with pytest.raises(ConfigError, match="format version 99, not 3; use --overwrite"):
-        begin_run(CONFIG, empty, "print")
+        begin_run(CONFIG, storage, "print")
 
 
 DEEP = b"[" * 100_000  # more than Python recurses
@@ -82,61 +79,61 @@ BOMB = b"a: &a {x: 1}\nb: &b {x: *a, y: *a}\nc: {x: *b, y: *b}\n"
 @pytest.mark.parametrize(
     "content", [b"{", b"[]", b"\xff\xfe", b"3", b"", DEEP, BOMB, b"#" * 2_000_000]
 )
-def test_damaged_files_of_a_run_are_one_line(empty, content):
+def test_damaged_files_of_a_run_are_one_line(storage, content):
     """Kills: tracebacks of json and yaml, a YAML file that takes minutes."""
     for name, says in (
         ("environment.json", "missing or damaged"),
         ("config.yaml", "damaged"),
     ):
-        empty.delete("config.yaml")
-        begin_run(CONFIG, empty, "print")
-        empty.write(name, content)
+        storage.delete("config.yaml")
+        begin_run(CONFIG, storage, "print")
+        storage.write(name, content)
         with pytest.raises(ConfigError, match=rf"{name} is {says}"):
-            begin_run(CONFIG, empty, "print")
+            begin_run(CONFIG, storage, "print")
 
 
-def test_a_directory_of_something_else_is_left_alone(empty):
+def test_a_directory_of_something_else_is_left_alone(storage):
     """Kills: a run written among somebody's files."""
-    empty.write("thesis.tex", b"years of work")
+    storage.write("thesis.tex", b"years of work")
     with pytest.raises(
         ConfigError, match=r"holds no run \(no config\.yaml\); .* choose another"
     ):
-        begin_run(CONFIG, empty, "print")
-    assert empty.list() == ["thesis.tex"]
+        begin_run(CONFIG, storage, "print")
+    assert storage.list() == ["thesis.tex"]
     with pytest.raises(
         ConfigError, match=r"is not a run directory: it has no config\.yaml"
     ):
-        directory.require_run(empty)
+        directory.require_run(storage)
     # what a kill between the two writes leaves does not block the directory
-    empty.delete("thesis.tex")
-    empty.write("environment.json", b"{")
+    storage.delete("thesis.tex")
+    storage.write("environment.json", b"{")
     for name in (
         ".lock.json.0a1b2c3d",
         ".config.yaml.0a1b2c3d",
         ".environment.json.0a1b2c3d",
     ):
-        empty.write(name, b"")
-    begin_run(CONFIG, empty, "print")
-    assert empty.read("config.yaml").decode() == dump_yaml(CONFIG)
+        storage.write(name, b"")
+    begin_run(CONFIG, storage, "print")
+    assert storage.read("config.yaml").decode() == dump_yaml(CONFIG)
 
 
 @pytest.mark.parametrize("content", [b"{", DEEP])
-def test_damaged_results_are_none(empty, content):
+def test_damaged_results_are_none(storage, content):
     """The same command computes them again."""
-    empty.write("metrics.json", content)
-    assert directory.read_results(empty) is None
+    storage.write("metrics.json", content)
+    assert directory.read_results(storage) is None
 
 
-def test_what_killed_commands_left_is_deleted_and_nothing_else(empty):
+def test_what_killed_commands_left_is_deleted_and_nothing_else(storage):
     """A file that a logger may be writing stays, too."""
     leftovers = ["checkpoints/.x.safetensors.0a1b2c3d", "ray/attempt/x.json", "STOP"]
     kept = ["checkpoints/discover/step_00000006.safetensors", "config.yaml"]
     kept.append("loggers/.wandb.0a1b2c3d")
     for name in leftovers + kept:
-        empty.write(name, b"")
-    directory.delete_leftovers(empty)
-    assert not any(map(empty.exists, leftovers))
-    assert all(map(empty.exists, kept))
+        storage.write(name, b"")
+    directory.delete_leftovers(storage)
+    assert not any(map(storage.exists, leftovers))
+    assert all(map(storage.exists, kept))
 
 
 def folder_rows(folder, numbers=(), first_seed=0):

@@ -40,11 +40,6 @@ from uno.training import LocalWorker
 CONFIG, WORKER = small_config(), LocalWorker(torch.device("cpu"))
 
 
-@pytest.fixture
-def storage(tmp_path) -> Storage:
-    return Storage(str(tmp_path / "run"))
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Storage:
     """A run of both phases."""

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 import uno
-from tests.uno.data.builders import write_images
+from tests.uno.session.test_unreadable import settings_of, write_folders
 from uno.data.files import Storage
 from uno.data.images import Files
 from uno.errors import ConfigError, Interrupted
@@ -18,15 +18,8 @@ from uno.training import LocalWorker
 @pytest.fixture
 def settings(tmp_path):
     """A tiny run that trains from scratch on two folders of images."""
-    names = [f"known/{name}/{i:02}.png" for name in "ab" for i in range(8)]
-    write_images(tmp_path, [*names, *(f"new/{i:02}.png" for i in range(12))])
-    values = {"labeled": str(tmp_path / "known"), "unlabeled": str(tmp_path / "new")}
-    values |= {"num_novel": 2, "preset": "scratch", "model.encoder": "resnet_small"}
-    values |= {"model.width": 4, "model.num_heads": 1, "model.hidden_dim": 16}
-    values |= {"model.projection_dim": 8, "compute.threads": 1}
-    for phase in ("pretrain", "discover"):
-        values |= {f"{phase}.epochs": 1, f"{phase}.warmup_epochs": 0}
-    return values | {"output": str(tmp_path / "run"), "data.validation_fraction": 0}
+    settings = write_folders(tmp_path) | settings_of("scratch", tmp_path)
+    return settings | {"output": str(tmp_path / "run")}
 
 
 @pytest.fixture

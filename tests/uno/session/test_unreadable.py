@@ -1,7 +1,6 @@
 """Runs that lose images, and runs whose rows cannot be enough: refused before work."""
 
 import json
-import shutil
 
 import pytest
 from safetensors.torch import save_file
@@ -30,9 +29,9 @@ SHORT = {
 }
 
 
-def write_folders(root, known=8, new=12):
-    """Write two known classes of ``known`` images each and ``new`` unlabeled images."""
-    names = [f"known/{name}/{i:02}.png" for name in "ab" for i in range(known)]
+def write_folders(root, classes="ab", new=12):
+    """Write known classes of eight images each and ``new`` unlabeled images."""
+    names = [f"known/{name}/{i:02}.png" for name in classes for i in range(8)]
     write_images(root, [*names, *(f"new/{i:02}.png" for i in range(new))])
     return {
         "labeled": str(root / "known"),
@@ -121,24 +120,52 @@ def test_a_known_class_without_a_readable_image_is_named(tmp_path):
         assert fact in str(refused.value)
 
 
-def test_too_few_unlabeled_images_are_refused_before_features(tmp_path, monkeypatch):
-    settings = write_folders(tmp_path, new=4) | settings_of("clustering", tmp_path)
-    refuse = pytest.fail
-    monkeypatch.setattr(features, "cached_features", lambda *_: refuse("too late"))
-    with pytest.raises(ConfigError) as refused:
-        uno.discover(**settings, output=str(tmp_path / "run"), quiet=True)
-    for fact in ("clustering", "(4)", "2 known + 2 new", "--setting ncd"):
-        assert fact in str(refused.value)
-    assert not (tmp_path / "run").exists()
-
-
-def test_too_few_classes_to_estimate_are_refused_before_work(tmp_path, monkeypatch):
-    settings = write_folders(tmp_path) | settings_of("clustering", tmp_path)
-    shutil.rmtree(tmp_path / "known" / "b")
-    settings |= {"num_novel": "auto", "output": str(tmp_path / "run")}
+@pytest.mark.parametrize(
+    ("kind", "written", "changes", "output", "facts"),
+    [
+        (
+            "clustering",
+            {"new": 4},
+            {},
+            "run",
+            ["clustering", "(4)", "2 known + 2 new", "--setting ncd"],
+        ),
+        (
+            "clustering",
+            {"classes": "a"},
+            {"num_novel": "auto"},
+            "run",
+            ["known classes with images, found 1"],
+        ),
+        # the toy encoder has 16 features
+        (
+            "heads",
+            {"new": 40},
+            {"method": "dtc", "num_novel": 17},
+            "run",
+            ["method dtc", "17", "only 16"],
+        ),
+        # the directory would be a class without images when the run resumes
+        (
+            "clustering",
+            {},
+            {},
+            "known/run",
+            ["is inside --labeled", "another --output"],
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_before_features_are_computed(
+    tmp_path, monkeypatch, kind, written, changes, output, facts
+):
+    settings = write_folders(tmp_path, **written) | settings_of(kind, tmp_path)
+    settings |= changes
     monkeypatch.setattr(features, "cached_features", lambda *_: pytest.fail("late"))
-    with pytest.raises(ConfigError, match="known classes with images, found 1"):
-        uno.discover(**settings, quiet=True)
+    with pytest.raises(ConfigError) as refused:
+        uno.discover(**settings, output=str(tmp_path / output), quiet=True)
+    for fact in facts:
+        assert fact in str(refused.value)
+    assert not (tmp_path / output).exists()
 
 
 def files_of(folder):
@@ -179,21 +206,3 @@ def test_overwrite_refuses_inputs_inside_the_former_run(tmp_path):
     with pytest.raises(ConfigError, match=r"--weights .* is inside --output .*move it"):
         uno.discover(**settings | {"weights": str(weights)}, overwrite=True)
     assert files_of(output) == before
-
-
-def test_dtc_refuses_narrow_features_before_it_computes_any(tmp_path):
-    """The toy encoder has 16 features."""
-    settings = write_folders(tmp_path, new=40) | settings_of("heads", tmp_path)
-    settings |= {"method": "dtc", "num_novel": 17, "output": str(tmp_path / "run")}
-    with pytest.raises(ConfigError, match=r"method dtc .*17.* only 16"):
-        uno.discover(**settings, quiet=True)
-    assert not (tmp_path / "cache").exists()
-
-
-def test_a_run_inside_the_folder_of_its_classes_is_refused(tmp_path):
-    """Its directory would be a class without images when the run resumes."""
-    settings = write_folders(tmp_path) | settings_of("clustering", tmp_path)
-    output = tmp_path / "known" / "run"
-    with pytest.raises(ConfigError, match=r"is inside --labeled .*another --output"):
-        uno.discover(**settings, output=str(output), quiet=True)
-    assert not output.exists()
