@@ -22,7 +22,6 @@ from tests.uno.fake_cuda import (
 )
 from tests.uno.models import tiny_model
 from tests.uno.small_run import small_config, small_sets
-from uno import steps
 from uno.config import dump_yaml, override
 from uno.data import stream
 from uno.data.files import Storage
@@ -245,16 +244,6 @@ def test_what_waits_is_found(name):
     with fake_cuda() as mode, pytest.raises(Waits):
         there, mode.strict = torch.zeros(4, device=DEVICE), True
         WAITS[name](there)
-
-
-def test_a_wait_in_a_step_is_found(monkeypatch):
-    """The same of a step: one line too many."""
-    plain = steps.labeled_loss
-    monkeypatch.setattr(
-        steps, "labeled_loss", lambda *facts: plain(*facts) * float(plain(*facts) > 0)
-    )
-    with pytest.raises(Waits, match="back to the host"):
-        train_steps(small_config(**TINY), run.PRETRAIN, 1)
 
 
 def test_on_several_gpus_norms_are_over_all_workers(monkeypatch):

@@ -80,6 +80,14 @@ def test_a_tie_between_known_and_novel_is_known():
     assert confusions.joint.tolist() == [[[1, 0], [0, 1]]]
 
 
+def spell_rows(num_rows: int) -> Tensor:
+    """Return images (num_rows, 3, 8, 8) whose first pixels spell their row number."""
+    numbers = torch.arange(num_rows)
+    images = torch.zeros(num_rows, 3, 8, 8, dtype=torch.uint8)
+    images[:, 0, 0, 0], images[:, 0, 0, 1] = numbers % 256, numbers // 256
+    return images
+
+
 class Spelled(UnoModel):
     """Answers with the logits of the row that an image's first pixels spell."""
 
@@ -118,11 +126,7 @@ def test_every_row_is_counted_exactly_once(num_rows, world_size, batch_size):
     another view, counts overwritten instead of added.
     """
     known, novel, truth = random_rows(num_rows)
-    images = torch.zeros(num_rows, 3, 8, 8, dtype=torch.uint8)
-    images[:, 0, 0, 0], images[:, 0, 0, 1] = (
-        torch.arange(num_rows) % 256,
-        torch.arange(num_rows) // 256,
-    )
+    images = spell_rows(num_rows)
     rows, model = (
         EvalSet(truth, torch.arange(num_rows), truth < 0, images),
         Spelled(known, novel).eval(),
@@ -141,11 +145,7 @@ def test_kinds_of_rows_are_counted_apart_in_one_pass():
     second pass.
     """
     known, novel, truth = random_rows(300)
-    images = torch.zeros(300, 3, 8, 8, dtype=torch.uint8)
-    images[:, 0, 0, 0], images[:, 0, 0, 1] = (
-        torch.arange(300) % 256,
-        torch.arange(300) // 256,
-    )
+    images = spell_rows(300)
     model, second = Spelled(known, novel).eval(), torch.arange(300) % 3 == 0
     both = torch.where(second & (truth >= 0), truth + C_L + C_U, truth)
     found = count_outputs(model, CONFIG, [(images, both)], C_L + C_U, num_kinds=2)

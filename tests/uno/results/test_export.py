@@ -134,10 +134,14 @@ def test_what_computes_something_else_is_not_handed_out(tmp_path, monkeypatch):
         export(tiny_model(tmp_path), "pt2")
 
 
+def test_an_unknown_format_is_one_line(tmp_path):
+    with pytest.raises(ConfigError, match="choose from encoder, pt2, onnx"):
+        export(tiny_model(tmp_path), "tflite")
+
+
+@pytest.mark.slow
 def test_onnx_computes_the_same_or_says_what_is_missing(tmp_path):
     model = tiny_model(tmp_path)
-    with pytest.raises(ConfigError, match="choose from encoder, pt2, onnx"):
-        export(model, "tflite")
     if any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxscript")):
         with pytest.raises(
             ConfigError, match="pip install onnx onnxscript onnxruntime"

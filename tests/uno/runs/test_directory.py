@@ -15,7 +15,6 @@ from uno.config import (
     dump_yaml,
     override,
 )
-from uno.data.files import Storage
 from uno.data.sources import read_folder, read_rows
 from uno.errors import ConfigError
 from uno.presets import PRESETS, preset
@@ -144,9 +143,9 @@ def folder_rows(folder, numbers=(), first_seed=0):
     return read_folder(str(folder))
 
 
-def test_images_that_were_written_to_are_other_data(tmp_path):
+def test_images_that_were_written_to_are_other_data(tmp_path, storage):
     """Of the same names and sizes; a copy with its times is the same data."""
-    storage, data = Storage(str(tmp_path / "run")), tmp_path / "data"
+    data = tmp_path / "data"
     rows = folder_rows(data, range(40))
     for _ in range(2):  # begins, resumes
         directory.begin_images(storage, rows)
@@ -160,9 +159,8 @@ def test_images_that_were_written_to_are_other_data(tmp_path):
             check(storage, changed)
 
 
-def test_a_run_without_times_of_its_images_is_not_refused(tmp_path):
+def test_a_run_without_times_of_its_images_is_not_refused(tmp_path, storage):
     """Also where the file is damaged."""
-    storage = Storage(str(tmp_path / "run"))
     rows = folder_rows(tmp_path / "data", range(4))
     directory.check_images(storage, rows)
     directory.begin_images(storage, rows)
@@ -171,9 +169,9 @@ def test_a_run_without_times_of_its_images_is_not_refused(tmp_path):
     directory.check_images(storage, rows)
 
 
-def test_files_that_hold_images_are_compared(tmp_path):
+def test_files_that_hold_images_are_compared(tmp_path, storage):
     """A table of the same size has the same fingerprint, and other times."""
-    storage, prints = Storage(str(tmp_path / "run")), []
+    prints = []
     for seed in (0, 100):
         images = [encoded(pixels(seed + i), "BMP") for i in range(8)]
         ids = [f"{i}" for i in range(8)]

@@ -108,6 +108,7 @@ def test_the_same_call_goes_on_and_another_array_does_not(run):
         )
 
 
+@pytest.mark.slow
 def test_the_exported_program_takes_vectors(run):
     """Kills: a program that waits for images; an encoder that is nothing."""
     import io
