@@ -7,7 +7,7 @@ from tests.uno.small_run import small_config
 from tests.uno.test_heads import small_model
 from uno.config import Config, ModelConfig
 from uno.data.memory import RowBlocks
-from uno.model import UnoModel, build_network, features_of
+from uno.model import UnoModel, build_network, features_of, forward
 
 SMALL = ModelConfig(
     encoder="resnet_small", width=4, num_heads=3, hidden_dim=8, projection_dim=6
@@ -96,6 +96,25 @@ def test_a_seed_fixes_the_weights_and_leaves_the_global_state_alone():
         len(weights) == 6
         and torch.cdist(weights, weights).fill_diagonal_(1).min() > 0.1
     )
+
+
+@torch.no_grad()
+def test_features_pass_by_the_encoder():
+    """Kills: features that are encoded or scaled once more, views of them that are
+    exchanged.
+    """
+    config = small_config()
+    model, images = (
+        randomised(small_model()),
+        torch.randint(0, 256, (6, 3, 8, 8), dtype=torch.uint8),
+    )
+    expected = forward(model, images, config)
+    assert expected.features is not None
+    found = forward(model, expected.features[0], config)
+    for one, other in zip(found[:4], expected[:4], strict=True):
+        torch.testing.assert_close(one, other)
+    views = [torch.randn(3, model.encoder.num_features) for _ in range(2)]
+    torch.testing.assert_close(model(views).features, torch.stack(views))
 
 
 def test_cached_features_pass_no_head(monkeypatch):
