@@ -16,7 +16,7 @@ from uno.config import (
     override,
     to_dict,
 )
-from uno.errors import ConfigError, Interrupted, NumericsError, StorageError, UnoError
+from uno.errors import ConfigError
 from uno.methods import METHODS
 
 
@@ -235,13 +235,3 @@ def test_what_takes_unlabeled_rows_for_novel_refuses_mixed_piles(key, value):
     override(Config(), {key: value})
     with pytest.raises(ConfigError, match=r"^[^\n]*data\.setting gcd[^\n]*$"):
         override(Config(), {key: value, "data.setting": "gcd"})
-
-
-def test_exit_codes_are_those_of_the_design():
-    codes = {
-        kind: kind.exit_code
-        for kind in (ConfigError, NumericsError, StorageError, Interrupted)
-    }
-    assert list(codes.values()) == [2, 3, 4, 75]
-    assert all(issubclass(kind, UnoError) for kind in codes)
-    assert issubclass(ConfigError, ValueError)
