@@ -145,6 +145,16 @@ def test_sorted_classes_are_all_looked_at(tmp_path, monkeypatch):
     assert min(found.labels.bincount(minlength=5).tolist()) >= 3
 
 
+def test_a_prior_of_novel_clusters_is_beside_what_the_method_keeps():
+    """In the setting ncd a run has one only if it asks for it."""
+    config = small_config(data__setting="ncd", objective__class_prior="kmeans")
+    model = build_network(config, 5, 5, 0)
+    queue = {"queue": torch.zeros(3)}
+    found = init_prototypes_(config, model, small_sets()[0], queue)
+    assert found.keys() == {"queue", "prior"}
+    assert found["prior"].shape == (5,)
+
+
 def test_sizes_of_clusters_are_believed_as_far_as_known_ones_are_right():
     """Kills: the error not relative to an equal share (all but one number of classes),
     its root, its sign or a share below 0 of the spread; the spread of the known classes
