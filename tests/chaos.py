@@ -3,9 +3,12 @@
     OMP_NUM_THREADS=1 python -m tests.chaos --kill worker node driver --moments 20
 
 The run trains two workers on a Ray cluster of two nodes on this machine. SIGKILL ends a
-worker, the raylet of a node, or the command itself, which is then started again. Each
-kill prints a line with its moment. The exit code is 1 if a run did not end with code 0,
-or if its weights, journal or metrics differ from those of the undisturbed run.
+worker, the raylet of a node, or the command itself. A run is killed again and again
+until it ends between two kills; further runs follow until there were enough kills. A
+command that ends with code 75, or that was killed, is started again, as a scheduler
+would. Each run prints a line with its moments. The exit code is 1 if a run did not end
+with code 0, or if its weights, journal or metrics differ from those of the undisturbed
+run.
 """
 
 import argparse
@@ -20,6 +23,7 @@ from pathlib import Path
 
 from tests.pipelines.raylets import Command, Raylets, head
 from tests.pipelines.small import LONG, assert_as_undisturbed
+from uno.errors import Interrupted
 
 RUN = ["pipelines", "discover", *LONG, "--workers", "2"]
 SPREAD = ["--compute.placement-strategy", "SPREAD"]
@@ -46,6 +50,7 @@ def kill_node(nodes: Raylets, command: Command) -> None:
 def kill_driver(nodes: Raylets, command: Command) -> None:
     """Kill the command."""
     command.kill()
+    command.end()
 
 
 KILLS: dict[str, Callable[[Raylets, Command], None]] = {
@@ -76,22 +81,48 @@ def find_fault(command: Command, folder: Path, undisturbed: Path) -> str:
     return ""
 
 
-def disturb(kind: str, moment: float, nodes: Raylets, folder: Path) -> Command:
-    """Kill a part of a run in ``folder`` after ``moment`` seconds, and finish the run.
+def disturb(
+    kind: str,
+    num_kills: int,
+    mean: float,
+    chance: random.Random,
+    nodes: Raylets,
+    folder: Path,
+) -> tuple[Command, list[float]]:
+    """Train a run in ``folder`` to its end, and kill a part of it on the way.
+
+    Args:
+        kind: What is killed, a key of ``KILLS``.
+        num_kills: The largest number of kills.
+        mean: Mean seconds from the start, or from one kill, to the next kill.
+        chance: Draws these seconds, uniformly from 0 to twice the mean.
+        nodes: The cluster.
+        folder: A folder that does not exist yet.
 
     Returns:
-        The command that has ended last: the same once more if the driver was killed.
+        The command that has ended last, and the seconds before each kill.
     """
     folder.mkdir()
-    command = start_run(nodes, folder)
-    time.sleep(moment)
-    if command.code is not None:
-        print(f"the run has ended before {moment:.1f} s: draw another --seed")
-    KILLS[kind](nodes, command)
-    if command.end(LIMIT_S) != 0 and kind == "driver":
+    moments: list[float] = []
+    for _ in range(2 * num_kills + 1):
         command = start_run(nodes, folder)
-        command.end(LIMIT_S)
-    return command
+        while command.code is None and len(moments) < num_kills:
+            moment = chance.uniform(0, 2 * mean)
+            wait_for_end(command, moment)
+            if command.code is None:
+                moments.append(moment)
+                KILLS[kind](nodes, command)
+        was_killed = command.end(LIMIT_S) == -signal.SIGKILL and kind == "driver"
+        if command.code != Interrupted.exit_code and not was_killed:
+            break
+    return command, moments
+
+
+def wait_for_end(command: Command, seconds: float) -> None:
+    """Return when the command has ended, or after ``seconds``."""
+    end = time.monotonic() + seconds
+    while command.code is None and time.monotonic() < end:
+        time.sleep(0.05)
 
 
 def main() -> int:
@@ -103,7 +134,7 @@ def main() -> int:
     options = parser.parse_args()
     # the cluster ends with this process
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    chance, faults = random.Random(options.seed), []
+    chance, num_runs, num_faults = random.Random(options.seed), 0, 0
     with tempfile.TemporaryDirectory() as name, head(CPUS) as nodes:
         nodes.join(CPUS)
         undisturbed = Path(name, "undisturbed")
@@ -112,16 +143,24 @@ def main() -> int:
         command = start_run(nodes, undisturbed)
         assert command.end(LIMIT_S) == 0, command.lines[-1:]
         seconds = time.monotonic() - start
+        print(f"the undisturbed run took {seconds:.0f} s", flush=True)
         for kind in options.kill:
-            for number in range(options.moments):
-                moment = chance.uniform(0, 0.9 * seconds)
-                folder = Path(name, f"{kind}-{number}")
-                command = disturb(kind, moment, nodes, folder)
-                faults.append(find_fault(command, folder, undisturbed))
-                end = faults[-1] or "same weights"
-                print(f"{kind} killed after {moment:.1f} s: {end}", flush=True)
-    num_faults = sum(map(bool, faults))
-    print(f"{len(faults)} kills of a run of {seconds:.0f} s, {num_faults} faults")
+            num_left = options.moments
+            while num_left > 0:
+                num_runs += 1
+                folder = Path(name, f"{num_runs}")
+                command, moments = disturb(
+                    kind, num_left, seconds / 2, chance, nodes, folder
+                )
+                num_left -= len(moments)
+                fault = find_fault(command, folder, undisturbed)
+                num_faults += bool(fault)
+                after = ", ".join(f"{moment:.1f}" for moment in moments) or "no kill"
+                print(
+                    f"{kind} killed after {after} s: {fault or 'same weights'}",
+                    flush=True,
+                )
+    print(f"{num_runs} runs, {num_faults} faults")
     return int(num_faults > 0)
 
 
