@@ -1,7 +1,7 @@
 """The commands of ``uno``: the options that each takes, and the function that runs it.
 
 Large packages are imported when a command runs. ``uno reproduce`` and ``uno tune`` are
-in :mod:`pipelines.reproduce` and :mod:`tune.sweep`. Every command takes the arguments
+in :mod:`reproduce.command` and :mod:`tune.sweep`. Every command takes the arguments
 after its name, and returns the exit code.
 """
 

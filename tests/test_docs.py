@@ -22,7 +22,7 @@ from pipelines import cli, tables
 from pipelines import commands as commands_module
 from pipelines.commands import DISCOVER
 from pipelines.options import Command, parse, with_dashes
-from pipelines.reproduce import REPRODUCE
+from reproduce.command import REPRODUCE
 from tests.pages import (
     FENCE,
     OF_LIBRARIES,

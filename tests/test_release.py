@@ -65,7 +65,7 @@ def test_the_wheel_has_what_the_package_reads(wheel):
     """
     with ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    assert names >= set(listed_files("uno", "pipelines", "tune"))
+    assert names >= set(listed_files("uno", "pipelines", "tune", "reproduce"))
     assert not any(name.startswith("tests") for name in names)
 
 

@@ -17,7 +17,9 @@ from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = tuple(f"{ROOT / name}/" for name in ("uno", "pipelines", "tune"))
+PACKAGES = tuple(
+    f"{ROOT / name}/" for name in ("uno", "pipelines", "tune", "reproduce")
+)
 
 
 def count_calls(argv: list[str]) -> Counter[tuple[str, str]]:

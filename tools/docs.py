@@ -24,7 +24,7 @@ from pydantic.fields import FieldInfo
 import uno
 from pipelines import cli, commands
 from pipelines.options import Command, placeholder
-from pipelines.reproduce import REPRODUCE
+from reproduce.command import REPRODUCE
 from tune.sweep import TUNE
 from uno import errors, limits, methods
 from uno.config import Config, field_traits, flatten, section, to_dict

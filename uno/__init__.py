@@ -14,7 +14,7 @@ The paper is the outline:
     Sec. 4.1  Experimental setup             uno.presets, uno.steps,
                                              uno.training
     Sec. 4.1  Metrics and protocol           uno.results.metrics, uno.results.evaluate
-    Sec. 4.2-4.4, appendix: tables, figures  uno.reproduce
+    Sec. 4.2-4.4, appendix: tables, figures  reproduce
 
 :mod:`uno.methods` holds other methods of the literature, and terms that others added to
 UNO's objective. A trained model predicts with

@@ -104,7 +104,7 @@ def as_user_error(error: Exception) -> UnoError | None:
     """
     if isinstance(error, ModuleNotFoundError):
         missing = (error.name or "").partition(".")[0]
-        if missing not in ("", "uno", "pipelines", "tune"):
+        if missing not in ("", "uno", "pipelines", "tune", "reproduce"):
             extra = RAY if missing == "ray" else missing
             return ConfigError(
                 f"this needs the package {missing!r}: pip install {extra}"

@@ -16,8 +16,9 @@ import yaml
 import uno
 from pipelines import cli
 from pipelines.options import parse
+from reproduce.experiments import build, cells
 from tests.pipelines.small import ROOT, SMALL, lines_of, refused
-from tests.pipelines.test_reproduce import request
+from tests.reproduce.test_tables import request
 from tests.tune.tiny import TINY, claimed
 from tune.driver import open_sweep, sweep_options
 from tune.spaces import load_space
@@ -25,7 +26,6 @@ from tune.sweep import TUNE
 from uno.config import field_traits, override
 from uno.data.sources import read_digits
 from uno.errors import ConfigError, Interrupted
-from uno.reproduce.experiments import build, cells
 from uno.results import predictions
 from uno.session.configure import configure, from_keywords
 

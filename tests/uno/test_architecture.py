@@ -19,7 +19,7 @@ FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(
         ".__init__"
     ): path
-    for package in ("uno", "pipelines", "tune")
+    for package in ("uno", "pipelines", "tune", "reproduce")
     for path in sorted((ROOT / package).rglob("*.py"))
 }
 
@@ -33,6 +33,7 @@ def test_no_module_imports_itself_in_a_circle():
         "uno",
         "pipelines",
         "tune",
+        "reproduce",
         cache_dir=None,
         exclude_type_checking_imports=True,
     )
@@ -60,7 +61,7 @@ def test_uno_imports_without_ray():
             importlib.import_module(module.name)
             print(module.name, file=sys.stderr)
 
-    above = ("ray", "pipelines", "tune")
+    above = ("ray", "pipelines", "tune", "reproduce")
     code, said = forked(import_again)
     assert code == 0 and "uno.config" in said, said
 

@@ -1,6 +1,6 @@
 """Declare the command ``uno reproduce``, which repeats a table of the paper.
 
-:mod:`pipelines.tables` does the work. The two are apart so that ``--help`` does not
+:mod:`reproduce.tables` does the work. The two are apart so that ``--help`` does not
 import PyTorch.
 """
 
@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import PositiveInt
 
 from pipelines.options import Argument, Command, parse, switch
-from uno.reproduce.experiments import DATA_OPTIONS, build, names
+from reproduce.experiments import DATA_OPTIONS, build, names
 
 RUNNER = Literal["auto", "processes", "ray"]
 
@@ -94,6 +94,6 @@ def main(argv: Sequence[str]) -> int:
         The exit code 0. A failed cell raises an error after the table is written.
     """
     options = parse(argv, REPRODUCE)
-    from pipelines import tables
+    from reproduce import tables
 
     return tables.main(options, argv)

@@ -18,7 +18,9 @@ from typing import Any, NamedTuple
 import torch
 
 from pipelines import nodes, ray_env
-from pipelines.cells import (
+from pipelines.options import Options
+from reproduce import documents, summary
+from reproduce.cells import (
     Attempts,
     CellProcess,
     RunCommand,
@@ -27,18 +29,7 @@ from pipelines.cells import (
     run_local,
     run_on_ray,
 )
-from pipelines.options import Options
-from uno.config import ComputeConfig, Config, field_traits, override
-from uno.data.check import check
-from uno.data.features import cache_directory
-from uno.data.files import Storage, full_path, normalize_path
-from uno.data.sources import SOURCES, read_rows
-from uno.data.splits import make_task
-from uno.encoders.weights import is_file
-from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
-from uno.presets import is_custom_data
-from uno.reproduce import documents, summary
-from uno.reproduce.experiments import (
+from reproduce.experiments import (
     DATA_OPTIONS,
     REFERENCE,
     Benchmark,
@@ -48,6 +39,15 @@ from uno.reproduce.experiments import (
     cells,
     with_own_data,
 )
+from uno.config import ComputeConfig, Config, field_traits, override
+from uno.data.check import check
+from uno.data.features import cache_directory
+from uno.data.files import Storage, full_path, normalize_path
+from uno.data.sources import SOURCES, read_rows
+from uno.data.splits import make_task
+from uno.encoders.weights import is_file
+from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
+from uno.presets import is_custom_data
 from uno.runs import RESULTS_FILE, lock
 from uno.runs.hardware import local_device
 from uno.runs.run import pretraining_config

@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from uno.reproduce.experiments import Table, build, cells
-from uno.reproduce.summary import Results, read
+from reproduce.experiments import Table, build, cells
+from reproduce.summary import Results, read
 
 ENVIRONMENT = {
     "python": "3.11",

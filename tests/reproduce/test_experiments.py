@@ -2,7 +2,7 @@
 
 import pytest
 
-from uno.reproduce.experiments import build, cells, names
+from reproduce.experiments import build, cells, names
 
 NOWHERE = {"cifar10": "/a", "cifar100": "/b", "imagenet": "/c", "cifar10-jpeg": "/d"}
 

@@ -4,9 +4,9 @@ import itertools
 import json
 from typing import Any
 
+from reproduce.experiments import REFERENCE, Benchmark, Evaluation, Row
+from reproduce.summary import Line, Results
 from uno.data.files import Storage
-from uno.reproduce.experiments import REFERENCE, Benchmark, Evaluation, Row
-from uno.reproduce.summary import Line, Results
 from uno.text import visible
 
 DASH = "–"  # noqa: RUF001
@@ -123,7 +123,7 @@ def _accuracy(line: Line) -> str:
     difference of the two is in brackets.
 
     Args:
-        line: A measured line of :attr:`uno.reproduce.summary.Results.lines`: "mean" and
+        line: A measured line of :attr:`reproduce.summary.Results.lines`: "mean" and
             "sd" in percent and, for a difference, "effect" and "effect_sd" in points. A
             standard deviation of None, of a single seed, is left out.
     """

@@ -268,7 +268,7 @@ def cell_command(output: Path, job: CellProcess) -> tuple[list[str], Path]:
             output directory. The configuration is written to ``KIND/NAME.yaml``.
 
     Returns:
-        The words of the command, ``python -m pipelines.cells KIND --config FILE
+        The words of the command, ``python -m reproduce.cells KIND --config FILE
         --output DIR``; and the path of its log file, ``KIND/NAME.log``.
     """
     run = output / job.name
@@ -276,7 +276,7 @@ def cell_command(output: Path, job: CellProcess) -> tuple[list[str], Path]:
     command = [
         sys.executable,
         "-m",
-        "pipelines.cells",
+        "reproduce.cells",
         run.parent.name,
         "--config",
         f"{run}.yaml",

@@ -18,15 +18,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pipelines import cells, cli, reproduce, tables
-from pipelines.cells import (
+from pipelines import cli
+from pipelines.options import parse
+from reproduce import cells, experiments, tables
+from reproduce.cells import (
     CellProcess,
     read_attempts,
     run_jobs,
     run_local,
     run_on_ray,
 )
-from pipelines.options import parse
+from reproduce.command import REPRODUCE, main
+from reproduce.experiments import build, names
 from tests.forked import forked
 from tests.pipelines.small import SMALL, wait_for, write_images
 from uno.config import Config, dump_yaml, override
@@ -34,8 +37,6 @@ from uno.data import features
 from uno.data.files import Storage
 from uno.encoders.build import build_encoder
 from uno.errors import ConfigError, Interrupted
-from uno.reproduce import experiments
-from uno.reproduce.experiments import build, names
 from uno.runs import NUMERICS, lock
 from uno.runs.lock import LOCK_FILE
 from uno.session.configure import RAY_JOB
@@ -69,7 +70,7 @@ class Commands:
 
 def request(words) -> tables.Request:
     """What a command line asks for."""
-    return tables.read_request(parse(words, reproduce.REPRODUCE), words)
+    return tables.read_request(parse(words, REPRODUCE), words)
 
 
 @pytest.fixture
@@ -151,7 +152,7 @@ def test_mistakes_are_one_line_and_nothing_starts(
     there.
     """
     monkeypatch.chdir(tmp_path)
-    assert cli.run_guarded(reproduce.main, words) == 2
+    assert cli.run_guarded(main, words) == 2
     err = capsys.readouterr().err.strip()
     assert "\n" not in err
     assert re.search(message, err), err
@@ -184,12 +185,12 @@ def test_a_dry_run_lists_cells_and_cost_and_needs_no_data(
     is given and not looked at.
     """
     monkeypatch.chdir(tmp_path)
-    assert reproduce.main(["ablation", "--seeds", "2", "--dry-run"]) == 0
+    assert main(["ablation", "--seeds", "2", "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert "8 cells, 0 of them have a result" in out and "minutes" in out
     assert "digits no-concat seed 1" in out
     words = ["sota", "--scale", "full", "--datasets", "cifar100-20", "--rows", "uno"]
-    assert reproduce.main([*words, "--dry-run"]) == 0
+    assert main([*words, "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert "3 cells, 0 of them have a result" in out
     assert (
@@ -197,9 +198,9 @@ def test_a_dry_run_lists_cells_and_cost_and_needs_no_data(
     )
     assert "to run it, pass --cifar100 DIR" in out and "cost: unknown" in out
     with pytest.raises(ConfigError, match="needs --cifar100 DIR"):
-        reproduce.main(words)
+        main(words)
     with pytest.raises(ConfigError, match="/nowhere"):
-        reproduce.main([*words, "--cifar100", "/nowhere", "--dry-run"])
+        main([*words, "--cifar100", "/nowhere", "--dry-run"])
     assert not list(tmp_path.iterdir())
 
 
@@ -575,7 +576,7 @@ def test_a_table_is_written_under_a_claim_and_that_of_a_killed_driver_goes(
     monkeypatch.setattr(
         tables, "write_tables", lambda request: held.append(storage.read(LOCK_FILE))
     )
-    assert reproduce.main(["ablation", "--output", str(tmp_path)]) == 0
+    assert main(["ablation", "--output", str(tmp_path)]) == 0
     assert len(held) == 1 and b"killed" not in held[0] and not storage.exists(LOCK_FILE)
 
 
@@ -583,7 +584,7 @@ def test_a_table_is_written_under_a_claim_and_that_of_a_killed_driver_goes(
 def test_a_process_ends_with_its_driver(tmp_path):
     """Kills: cells that go on training for a driver that was killed."""
     log = tmp_path / "log"
-    child = "import os, threading, time\nfrom pipelines.cells import end_with_parent\n"
+    child = "import os, threading, time\nfrom reproduce.cells import end_with_parent\n"
     child += "threading.Thread(target=end_with_parent, daemon=True).start()\n"
     child += "print(os.getpid(), flush=True); time.sleep(200)"
 
@@ -631,7 +632,7 @@ def test_a_tiny_ablation_end_to_end(tmp_path, capsys):
     assert driver.returncode == 75 and b"resume with the same command" in said
     before = {path: path.stat().st_mtime for path in out.glob("cells/*/metrics.json")}
     assert len(before) == 1
-    assert cli.run_guarded(reproduce.main, words) == 0
+    assert cli.run_guarded(main, words) == 0
     assert all(path.stat().st_mtime == time_of for path, time_of in before.items())
     assert len(list(out.glob("cells/*/metrics.json"))) == 2
     assert "not finished" not in (out / "ablation.md").read_text()
@@ -640,7 +641,7 @@ def test_a_tiny_ablation_end_to_end(tmp_path, capsys):
     assert {line["row"] for line in measured} == {"uno", "no-overclustering"}
     assert all(line["n"] == 1 for line in measured) and written["missing"] == []
     capsys.readouterr()
-    assert reproduce.main(words) == 0
+    assert main(words) == 0
     assert "nothing is run again" in capsys.readouterr().out
 
 

@@ -198,7 +198,7 @@ def _load(file: str) -> dict[str, Any]:
         file: The name of the file: "experiments.yaml" or "published.yaml".
     """
     return dict(
-        yaml.safe_load((resources.files("uno.reproduce") / file).read_text("utf-8"))
+        yaml.safe_load((resources.files("reproduce") / file).read_text("utf-8"))
     )
 
 

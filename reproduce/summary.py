@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from reproduce.experiments import Cell, Evaluation, Row, Table
 from uno.data.output import parse_mapping
 from uno.errors import ConfigError
-from uno.reproduce.experiments import Cell, Evaluation, Row, Table
 from uno.runs import ENVIRONMENT_FILE, ESTIMATE_FILE, RESULTS_FILE
 
 VERSIONS = ("python", "torch", "torchvision", "numpy", "numerics")
@@ -44,7 +44,7 @@ class Results(NamedTuple):
         failures: Reasons by name of the cells that failed.
         missing: Names of the cells without a result that did not fail.
         refused: Reasons by "DATASET-ROW" of the rows that
-            :func:`~uno.reproduce.experiments.cells` leaves out.
+            :func:`~reproduce.experiments.cells` leaves out.
         hardware: Names of the devices of all runs.
         versions: Versions of libraries, and the version number of the numerics.
         changes: Settings of the command line that hold for all cells.

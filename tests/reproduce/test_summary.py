@@ -2,10 +2,10 @@
 
 import pytest
 
-from tests.uno.reproduce.finished import finished, small
+from reproduce import summary
+from reproduce.experiments import cells
+from tests.reproduce.finished import finished, small
 from uno.errors import ConfigError
-from uno.reproduce import summary
-from uno.reproduce.experiments import cells
 
 DROP = {
     "uno": 0.0,

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from tests.uno.reproduce.finished import finished, small
+from reproduce import documents
+from tests.reproduce.finished import finished, small
 from uno.data.files import Storage
-from uno.reproduce import documents
 
 EVIL = 'nan | in <script>alert("x")</script>\nline'
 
