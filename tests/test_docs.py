@@ -18,10 +18,11 @@ import torch
 import torchvision
 
 import uno
-from pipelines import cli, tables
+from pipelines import cli
 from pipelines import commands as commands_module
 from pipelines.commands import DISCOVER
 from pipelines.options import Command, parse, with_dashes
+from reproduce import tables
 from reproduce.command import REPRODUCE
 from tests.pages import (
     FENCE,

@@ -7,10 +7,11 @@ from unittest.mock import Mock, call
 
 import pytest
 
-from pipelines import backend, nodes, pack, tables, workarounds
+from pipelines import backend, nodes, pack, workarounds
 from pipelines.nodes import wait_for_resources
 from pipelines.predict import map_through_model
 from pipelines.tasks import wait_for_task
+from reproduce import tables
 from uno.config import Config, override
 from uno.data.files import Storage
 from uno.errors import ConfigError, Interrupted
