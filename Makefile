@@ -69,11 +69,11 @@ beside = @$(QUIETLY) nice -n 19 $(MAKE) --no-print-directory $(1) > .beside.log 
 # What every change passes: lint, the default lane, the Ray lane, types and the steps on a GPU.
 test: lint
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --durations=5
-	$(call beside,types fakecuda,-m 'ray and not slow and not release' --durations=10)
+	$(call beside,types fakecuda,--timeout 900 -m 'ray and not slow and not release' --durations=10)
 
 # Resume, kills and streaming that no faster test covers, and one path of each kind to its end.
 test-slow: $(STAMP)
-	$(call beside,slow,-m 'slow and ray' --durations=10)
+	$(call beside,slow,--timeout 900 -m 'slow and ray' --durations=10)
 
 # Round trips with the libraries of other formats, in an environment of their own (about 8 GB).
 # FORMATS_PYTHON=PYTHON takes a Python that has them, this package and pytest. FiftyOne downloads the database of its data

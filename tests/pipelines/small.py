@@ -83,9 +83,9 @@ def refused(capsys: Any, code: int, *argv: Any) -> str:
 
 
 def wait_for(
-    condition: Callable[[], bool], seconds: float = 120, pause: float = 0.1
+    condition: Callable[[], bool], seconds: float = 600, pause: float = 0.1
 ) -> None:
-    """Return once it holds."""
+    """Return once it holds; an AssertionError after ``seconds``, which only ends a hang."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end

@@ -21,7 +21,7 @@ def test_a_killed_worker_is_replaced(two, tmp_path, caplog):
 
     def kill_a_worker() -> None:
         begun = Storage(str(run))
-        wait_for(lambda: bool(checkpoint_steps(begun, "discover")), seconds=600)
+        wait_for(lambda: bool(checkpoint_steps(begun, "discover")))
         workers = [
             pid
             for pid, process in running().items()

@@ -112,7 +112,7 @@ def test_a_killed_and_a_stopped_job_are_resumed_by_the_same_submission(
         return client.submit_job(entrypoint=" ".join(words), runtime_env=env)
 
     def ended(job: str) -> tuple[str, list[str]]:
-        wait_for(lambda: has_ended(client, job), 240)
+        wait_for(lambda: has_ended(client, job))
         return client.get_job_status(job), client.get_job_logs(job).splitlines()
 
     first = submit()
