@@ -85,7 +85,7 @@ def refused(capsys: Any, code: int, *argv: Any) -> str:
 def wait_for(
     condition: Callable[[], bool], seconds: float = 600, pause: float = 0.1
 ) -> None:
-    """Return once it holds; an AssertionError after ``seconds``, which only ends a hang."""
+    """Return once it holds. The limit of ``seconds`` only ends a hang."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
