@@ -4,10 +4,10 @@ import pytest
 
 from tests.golden import RUNS, assert_as_recorded, discover, discover_by_torchrun
 
-# An encoder that is trained and one that is frozen stand for the others.
+# The digits stand for the others.
 LANE_ON_RAY = {
     "digits": pytest.mark.slow,
-    "photos": pytest.mark.slow,
+    "photos": pytest.mark.release,
     "gcd": pytest.mark.release,
     "vectors": pytest.mark.release,
 }
