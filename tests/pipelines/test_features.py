@@ -113,6 +113,7 @@ def test_clustering_trains_nothing_and_says_what_to_expect(
     # features that are still to come
     few = ["--compute.cache", str(tmp_path / "empty")]
     assert cli.main([*argv, *few, "--output", str(tmp_path / "run"), "--dry-run"]) == 0
+    assert not any((tmp_path / name).exists() for name in ("empty", "run"))
     planned = capsys.readouterr().out.splitlines()
     assert planned[-1] == "dry run: nothing was trained, and nothing was kept"
     assert not any("epoch" in line for line in planned)
@@ -268,25 +269,6 @@ def empty_cache(tmp_path, monkeypatch) -> Path:
     """A cache of this test's own."""
     monkeypatch.setenv("UNO_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
-
-
-def test_a_dry_run_computes_no_features_and_keeps_nothing(
-    weights, tmp_path, empty_cache, capsys
-):
-    """Kills: a dry run that takes the minutes of the features, files in the user's
-    cache.
-    """
-    argv = [
-        *HEADS,
-        "--weights",
-        str(weights),
-        "--output",
-        str(tmp_path / "run"),
-        "--dry-run",
-    ]
-    assert cli.main(argv) == 0
-    assert "discover: " in capsys.readouterr().out
-    assert not empty_cache.exists() and not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

@@ -242,12 +242,11 @@ def test_a_run_that_resumes_with_an_encoder_of_other_code_says_so(here, capsys, 
     of the same code.
     """
     write_encoder()
-    words = ["discover", *SMALL, *ENCODER, "--output", "run"]
+    words = ["pretrain", *SMALL, *ENCODER, "--output", "run"]
     for change in ("", "", ".flip(2)"):
         assert not any("the code of" in message for message in caplog.messages)
         write_encoder(change)
         assert cli.main(words) == 0
-        Path("run/metrics.json").unlink()  # as if it had been killed before
     said = f"{CHANGED}its numbers may differ from here on; --overwrite starts over"
     assert said in caplog.messages
 
