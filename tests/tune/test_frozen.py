@@ -246,8 +246,7 @@ def test_the_workers_of_a_cluster_compute_the_features(tmp_path, monkeypatch):
     monkeypatch.setattr(driver, "compute_on_ray", compute_on_ray)
     monkeypatch.setattr(driver.ray_env, "cluster_address", lambda: "head:6379")
     monkeypatch.setattr(driver.ray_env, "connect", lambda: nullcontext(cluster))
-    options = frozen_options(tmp_path, "--folds", "2")
-    load(options)
+    load(frozen_options(tmp_path, "--folds", "2"))
     assert asked == [3]
 
 
