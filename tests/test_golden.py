@@ -4,9 +4,9 @@ import pytest
 
 from tests.golden import RUNS, assert_as_recorded, discover, discover_by_torchrun
 
-# An encoder that is trained and one that is frozen stand for the others.
+# A frozen encoder stands for all; other slow tests train an encoder on Ray.
 LANE_ON_RAY = {
-    "digits": pytest.mark.slow,
+    "digits": pytest.mark.release,
     "photos": pytest.mark.slow,
     "gcd": pytest.mark.release,
     "vectors": pytest.mark.release,

@@ -122,6 +122,7 @@ def _double(shared, item):
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_ray_gives_the_same_estimate(tmp_path, ray_cluster):
     """Kills: results in order of completion, other threads or seeds in workers,
     errors wrapped by Ray.

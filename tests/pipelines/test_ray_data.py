@@ -150,7 +150,7 @@ def joined(chunks):
     "make",
     [
         mixed_task,
-        pytest.param(parquet_task, marks=pytest.mark.slow),
+        pytest.param(parquet_task, marks=pytest.mark.release),
         pytest.param(tar_task, marks=pytest.mark.release),
     ],
 )
