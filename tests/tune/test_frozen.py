@@ -259,7 +259,6 @@ def test_the_workers_of_a_cluster_compute_the_features(tmp_path, monkeypatch):
 
 @pytest.mark.release
 @pytest.mark.ray
-@pytest.mark.timeout(600)
 def test_a_sweep_on_features(ray_cluster, tmp_path, monkeypatch, computed):
     """A relative path of weights, trials in other processes and directories. Kills:
     weights that trials do not find, features that they compute.
@@ -280,7 +279,6 @@ def test_a_sweep_on_features(ray_cluster, tmp_path, monkeypatch, computed):
 
 @pytest.mark.release
 @pytest.mark.ray
-@pytest.mark.timeout(600)
 def test_a_sweep_on_vectors(ray_cluster, tmp_path, capsys):
     """Of UNO, whose best run is trained by ``uno discover``. Kills: a best.yaml that
     leads to another method, a method that the user is not shown.

@@ -93,7 +93,6 @@ def test_unreadable_images_are_listed_by_the_trial_and_not_scored(tmp_path):
 
 @pytest.mark.release
 @pytest.mark.ray
-@pytest.mark.timeout(600)
 def test_a_streamed_sweep_of_parquet_and_one_in_memory(
     ray_cluster, tmp_path, monkeypatch
 ):
