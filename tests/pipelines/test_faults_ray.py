@@ -12,7 +12,11 @@ from tests.processes import running
 from uno.data.files import Storage
 from uno.runs.checkpoint import checkpoint_steps
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.slow,
+    pytest.mark.usefixtures("ray_cluster"),
+]
 
 
 def test_a_killed_worker_is_replaced(two, tmp_path, caplog):

@@ -438,6 +438,7 @@ def test_workers_equal_one_worker(tmp_path, world_size):
 
 
 @pytest.mark.ray  # several processes
+@pytest.mark.slow
 def test_rank_0_computes_the_clusterings_of_all(tmp_path):
     """The other ranks get its result, and compute no clustering."""
     (folder := tmp_path / "starts").mkdir()

@@ -126,12 +126,15 @@ class Source:
         is_downloaded: Whether the path may be missing because the data can be
             downloaded there.
         has_patterns: Whether a path may be a pattern for several files.
+        reads_subfolders: Whether every folder or table below the path is read, so that
+            a run that is written there would be read as data the next time.
     """
 
     read: Callable[[str, ReadOptions], Rows]
     suffixes: tuple[str, ...] = ()
     is_downloaded: bool = False
     has_patterns: bool = False
+    reads_subfolders: bool = False
 
 
 def read_rows(config: DataConfig, images_only: bool = False) -> Rows:
@@ -698,14 +701,13 @@ SOURCES = {
         for name in LAYOUTS
     },
     "imagenet": Source(read_imagenet),
-    **{
-        kind: Source(partial(read_class_folder, kind=kind))
-        for kind in ("folder", "classes", "splits")
-    },
-    "imagefolder": Source(read_annotated_folder),
-    "parquet": Source(read_parquet, suffixes=(".parquet",)),
+    "folder": Source(partial(read_class_folder, kind="folder"), reads_subfolders=True),
+    "classes": Source(partial(read_class_folder, kind="classes")),
+    "splits": Source(partial(read_class_folder, kind="splits")),
+    "imagefolder": Source(read_annotated_folder, reads_subfolders=True),
+    "parquet": Source(read_parquet, suffixes=(".parquet",), reads_subfolders=True),
     "table": Source(read_table, suffixes=(".csv", ".tsv", ".jsonl")),
     "tar": Source(read_tar, suffixes=(".tar",), has_patterns=True),
-    VECTORS: Source(read_vectors),
+    VECTORS: Source(read_vectors, reads_subfolders=True),
 }
 """What the user writes before the colon -> the kind of source that it names."""

@@ -342,19 +342,6 @@ class ClassEdit(BaseModel):
             raise ValueError("must be keep, drop or merge into NAME")
         return wanted
 
-    @model_validator(mode="after")
-    def _check(self) -> ClassEdit:
-        """Check that no class that is kept or merged has the name "rejected".
-
-        Predictions have this name for rows of dropped classes.
-
-        Raises:
-            ValueError: A class has this name.
-        """
-        if self.name == REJECTED and self.action != "drop":
-            raise ValueError(f"{REJECTED!r} is reserved for images of dropped classes")
-        return self
-
 
 class ClassEdits(BaseModel):
     """The content of ``classes.yaml``: the hash of the model, and the entries."""

@@ -226,27 +226,27 @@ class Metric(NamedTuple):
         meaning: What the metric measures, for people.
         is_share: Whether the metric is a share of rows. Then rows at none of the
             clusters count as wrong. Otherwise rejected rows are left out, and novel
-            rows that are predicted as known form one more cluster.
+            rows that are predicted as known form one more cluster. This has no effect
+            if ``of_matched`` is given.
+        of_matched: Computes the metric from the number of correct rows and of all rows
+            of each class, (R,) each, so that a protocol's own matching of clusters and
+            classes decides. None if the metric needs no matching: then a protocol
+            calls ``of`` with the clusters of the novel rows.
     """
 
     of: Callable[[Counts], float]
     label: str
     meaning: str
     is_share: bool = False
+    of_matched: Callable[[Counts, Counts], float] | None = None
 
 
-PARTS = {"balanced": "all", "recall_small": "small", "recall_large": "large"}
-"""Metrics that are the mean recall of matched classes -> the classes that they count.
-
-Each protocol computes them by its own matching of clusters and classes. All other
-metrics of :data:`METRICS` but the accuracy see only the clusters of the novel rows.
-"""
 METRICS = {
     "acc": Metric(
         cluster_accuracy,
         "accuracy",
         "images that agree under the best matching",
-        is_share=True,
+        of_matched=lambda right, sizes: float(right.sum() / sizes.sum()),
     ),
     "nmi": Metric(nmi, "NMI", "normalized mutual information of clusters and classes"),
     "ari": Metric(
@@ -261,16 +261,19 @@ METRICS = {
         partial(_best_recall, "all"),
         "balanced acc.",
         "mean recall, every class counts once",
+        of_matched=class_recall,
     ),
     "recall_small": Metric(
         partial(_best_recall, "small"),
         "recall, small",
         "mean recall of the third of the classes with the fewest images",
+        of_matched=partial(class_recall, part="small"),
     ),
     "recall_large": Metric(
         partial(_best_recall, "large"),
         "recall, large",
         "mean recall of the third of the classes with the most images",
+        of_matched=partial(class_recall, part="large"),
     ),
 }
 """The metrics by their names in the keys of ``metrics.json``.
@@ -517,16 +520,10 @@ def scores(
     )
     result = {"known/acc": float(found.known / num_old)} if num_old else {}
     if num_new:
-        result |= {
-            f"novel/{name}": _score_novel_rows(metric, found, num_new)
-            for name, metric in METRICS.items()
-        }
-        # these count all novel rows, under the protocol's own matching
         sizes = joint[num_known:].sum(axis=1)
-        result["novel/acc"] = float(found.novel.sum() / num_new)
         result |= {
-            f"novel/{name}": class_recall(found.novel, sizes, part)
-            for name, part in PARTS.items()
+            f"novel/{name}": _score_novel_rows(metric, found, sizes)
+            for name, metric in METRICS.items()
         }
     if num_old and num_new:
         result["all/acc"] = float(
@@ -535,22 +532,24 @@ def scores(
     return result
 
 
-def _score_novel_rows(metric: Metric, found: Matched, num_rows: int) -> float:
+def _score_novel_rows(metric: Metric, found: Matched, sizes: Counts) -> float:
     """Compute a metric of the rows of novel classes; 0 if all of them are rejected.
 
     Args:
         metric: The metric.
         found: The correct rows under a protocol, and the novel rows by class and
             output.
-        num_rows: The number of novel rows, with rejected ones, for shares of rows.
+        sizes: The number of rows of each novel class with rejected ones, (C_u,).
     """
+    if metric.of_matched is not None:
+        return metric.of_matched(found.novel, sizes)
     counts = found.clusters
     if not metric.is_share and found.others is not None:
         counts = np.concatenate([found.others[:, None], counts], axis=1)
     if not counts.any():
         return 0.0
     return (
-        float(metric.of(counts) * counts.sum() / num_rows)
+        float(metric.of(counts) * counts.sum() / sizes.sum())
         if metric.is_share
         else metric.of(counts)
     )

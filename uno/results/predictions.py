@@ -165,7 +165,8 @@ def predict_rows(
     Args:
         model: The model.
         writer: Holds the rows, and writes the Parquet files that are missing.
-        threads: The number of threads that decode ahead; None for one for each core.
+        threads: The number of threads that decode ahead; None for one for each core
+            that this process may use.
         on_progress: Called as ``on_progress(done, total)`` with the number of rows that
             are done and of all rows, after each batch. By default nothing is called.
 
@@ -210,16 +211,13 @@ def split_chunks(
         start += len(some)
 
 
-def decode_chunk(
-    chunk: Chunk, how: InputSpec, threads: int | None = None
-) -> tuple[pa.Table, Tensor]:
+def decode_chunk(chunk: Chunk, how: InputSpec, threads: int) -> tuple[pa.Table, Tensor]:
     """Decode the images of a chunk of rows.
 
     Args:
         chunk: The chunk, with n rows.
         how: The form in which the model takes images.
-        threads: The number of threads; None for PyTorch's number of threads
-            (``torch.get_num_threads()``).
+        threads: The number of threads.
 
     Returns:
         A table with the columns row (its number), id, label, uri and reason (why the

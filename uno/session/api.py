@@ -442,8 +442,8 @@ def store_embeddings(
         embeddings: An array or tensor of numbers (N, D), or (N, V, D) with V views of
             each row, D numbers each.
         labels: The class of each row (N,), a name or a number. A row is unlabeled if
-            its value is missing (None, NaN) or a negative number. None stores no
-            labels; a run on such a file is refused.
+            its value is missing (None, NaN) or a negative number. None means that no
+            row has a label.
         ids: The name of each row (N,), all different; None for "row-0", "row-1" and so
             on.
 
@@ -452,7 +452,8 @@ def store_embeddings(
 
     Raises:
         ConfigError: The settings name data, a setting is unknown, or the arguments have
-            a wrong type or shape, or differ in their numbers of rows.
+            a wrong type or shape, or differ in their numbers of rows. Or no row has a
+            label, and the settings name no file of labels. Nothing is written then.
         StorageError: The file cannot be written.
     """
     given = from_keywords(settings)
@@ -460,6 +461,13 @@ def store_embeddings(
         raise ConfigError(f"give either embeddings or {own.pop()}, not both")
     config = configure({**given, "data.source": f"{VECTORS}:"})
     vectors = given_vectors(embeddings, labels, ids)
+    given_labels = vectors.columns.get("label")
+    is_unlabeled = given_labels is None or given_labels.null_count == len(given_labels)
+    if is_unlabeled and config.data.labels is None:
+        raise ConfigError(
+            "no embedding has a label; known classes need labels: pass labels=y with a"
+            " class for some of the rows"
+        )
     beside = f"{full_path(str(config.output))}-{VECTORS}"
     place = f"{beside}-{vectors.digest[:12]}.parquet"
     folder, name = split(place)

@@ -13,7 +13,7 @@ import safetensors.torch
 from uno.config import OWN_ENCODERS, Config, flatten, override
 from uno.data.check import CHECK_SECONDS, check, format_report
 from uno.data.files import Storage, full_path, is_uri, normalize_path, split
-from uno.data.sources import locate_source
+from uno.data.sources import SOURCES, locate_source
 from uno.data.splits import Task
 from uno.encoders import weights
 from uno.encoders.runtimes import require_runtime
@@ -40,9 +40,6 @@ from uno.session.loggers import require_loggers
 from uno.session.resources import check_memory
 from uno.session.run import Backend, Run
 from uno.text import plural
-
-# kinds of sources that read every folder or table below their path
-FOLDER_KINDS = ("folder", "imagefolder", "parquet", "vectors")
 
 
 def open_run(
@@ -304,10 +301,11 @@ def _require_separate_paths(config: Config, storage: Storage, is_run: bool) -> N
     """
     data = config.data
     if data.labeled is not None and data.unlabeled is not None:
-        kind, folder = "folder", ("--labeled", data.labeled)
+        reads_subfolders, folder = True, ("--labeled", data.labeled)
         inputs = [folder, ("--unlabeled", data.unlabeled)]
     else:
         kind, path = locate_source(data)
+        reads_subfolders = kind in SOURCES and SOURCES[kind].reads_subfolders
         folder = "--data", path
         inputs = [folder]
     inputs += [("--weights", config.model.weights or "")]
@@ -319,7 +317,7 @@ def _require_separate_paths(config: Config, storage: Storage, is_run: bool) -> N
                 " empties; move it out of there, or choose another --output"
             )
     option, path = folder
-    if not is_run and kind in FOLDER_KINDS and _is_below(storage.uri, path):
+    if not is_run and reads_subfolders and _is_below(storage.uri, path):
         raise ConfigError(
             f"--output {storage.uri} is inside {option} {path}, where the run would be"
             " read as data the next time; choose another --output"

@@ -147,10 +147,6 @@ def test_a_second_edit_can_take_the_first_one_back():
         (edits({"index": 3, "name": "cat"}), "use action: merge into cat"),
         (edits({"index": 3, "name": "Cat"}), "two classes are named 'cat' and 'Cat'"),
         (
-            edits({"index": 3, "name": "rejected"}),
-            "is reserved for images of dropped classes",
-        ),
-        (
             edits(*({"index": i, "action": "drop"} for i in range(3, 7))),
             "all discovered classes are dropped",
         ),
@@ -257,6 +253,16 @@ def test_discovered_classes_take_free_names():
         ("owl", "novel"),
     ]
     assert len({*prediction_labels(edited)}) == 6
+
+
+def test_a_class_may_be_named_rejected():
+    classes = read(
+        edits({"index": 3, "name": "rejected"}, {"index": 4, "action": "drop"})
+    )
+    assert prediction_labels(classes)[3:5] == [
+        ("rejected", "novel"),
+        ("rejected-1", "rejected"),
+    ]
 
 
 def named(labels: dict[int, dict[str, int]]) -> list[tuple[str, int | None]]:

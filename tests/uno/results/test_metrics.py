@@ -311,6 +311,19 @@ def test_every_class_counts_once():
     assert official["novel/recall_small"] == pytest.approx((0.75 + 1) / 2)
 
 
+def test_a_new_metric_is_one_entry(monkeypatch):
+    def worst_recall(right, sizes):
+        return float((right / sizes).min())
+
+    metric = metrics.Metric(
+        metrics.cluster_accuracy, "worst", "recall", of_matched=worst_recall
+    )
+    monkeypatch.setitem(metrics.METRICS, "worst", metric)
+    joint = np.array([[9, 0, 0], [4, 1, 0], [0, 0, 5]])
+    assert scores(metrics.task_agnostic_strict, joint, 1)["novel/worst"] == 0.2
+    assert scores(metrics.task_agnostic_official, joint, 1)["novel/worst"] == 0.8
+
+
 def test_generalized_equals_the_best_of_all_matchings():
     """By trying every one. Kills: a matching for each kind of rows, known rows counted
     plainly, a mean of old and new that forgets how many there are, outputs that are not

@@ -2,12 +2,14 @@
 
 import json
 
+import numpy as np
 import pytest
 from safetensors.torch import save_file
 
 import uno
 from tests.uno.data.builders import write_images
 from uno.data import features
+from uno.data.embeddings import given_vectors
 from uno.encoders.build import build_encoder
 from uno.errors import ConfigError
 from uno.runs import run
@@ -206,3 +208,21 @@ def test_overwrite_refuses_inputs_inside_the_former_run(tmp_path):
     with pytest.raises(ConfigError, match=r"--weights .* is inside --output .*move it"):
         uno.discover(**settings | {"weights": str(weights)}, overwrite=True)
     assert files_of(output) == before
+
+
+@pytest.mark.parametrize("kind", ["folder", "vectors"])
+def test_a_run_inside_a_source_that_reads_its_subfolders_is_refused(tmp_path, kind):
+    write_folders(tmp_path, classes="abc")
+    labels = ["a"] * 8 + ["b"] * 8 + [None] * 8
+    given_vectors(np.eye(24), labels).store(f"{tmp_path}/known/vectors.parquet")
+    output = tmp_path / "known" / "run"
+    with pytest.raises(ConfigError, match="read as data the next time"):
+        uno.discover(
+            data=f"{kind}:{tmp_path}/known",
+            known_classes="first:2",
+            num_novel=1,
+            output=str(output),
+            quiet=True,
+            **(settings_of("clustering", tmp_path) if kind == "folder" else {}),
+        )
+    assert not output.exists()

@@ -177,6 +177,15 @@ def test_what_does_not_fit_is_refused(run, tmp_path):
         uno.discover(embeddings=vectors, data="digits")
     with pytest.raises(ConfigError, match="go with embeddings"):
         uno.discover(labels=[1])
+    for labels in (None, [None] * len(vectors)):
+        with pytest.raises(ConfigError, match=r"no embedding has a label.*labels=y"):
+            uno.discover(
+                embeddings=vectors,
+                labels=labels,
+                num_novel=2,
+                output=tmp_path / "unlabeled",
+            )
+    assert not list(tmp_path.glob("unlabeled*"))
     np.save(tmp_path / "v.npy", vectors)
     (tmp_path / "v.csv").write_text("label\n" + "a\nb\n" * 90 + '""\n' * 60)
     source = f"vectors:{tmp_path}/v.npy"
