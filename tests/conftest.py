@@ -141,6 +141,17 @@ def ray_cluster() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
+def short(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of two workers and 72 steps of discovery."""
+    from pipelines import cli
+    from tests.pipelines.small import SHORT
+
+    output = tmp_path_factory.mktemp("short") / "run"
+    assert cli.main(["demo", *SHORT, "--output", str(output)]) == 0
+    return output
+
+
+@pytest.fixture(scope="session")
 def two(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of two workers and 240 steps of discovery, that disturbed ones are
     compared with.

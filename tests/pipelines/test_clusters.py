@@ -213,17 +213,8 @@ def test_the_kubernetes_manifest_has_the_keys_of_its_api():
     }
     assert cluster["rayVersion"] == RAY_VERSION
     (workers,) = cluster["workerGroupSpecs"]
-    assert workers["minReplicas"] <= workers["replicas"] <= workers["maxReplicas"]
     assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
     pod = workers["template"]["spec"]
-    resources = pod["containers"][0]["resources"]
-    (toleration,) = pod["tolerations"]
-    assert toleration == {
-        "key": "nvidia.com/gpu",
-        "operator": "Exists",
-        "effect": "NoSchedule",
-    }
-    assert resources["limits"]["nvidia.com/gpu"] == 1
     # true without quotes is refused
     assert all(isinstance(v, str) for v in pod["nodeSelector"].values())
     for group in (cluster["headGroupSpec"], workers):

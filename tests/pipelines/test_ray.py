@@ -12,7 +12,7 @@ import torch
 
 from pipelines import cli, ray_data, ray_env
 from tests.pipelines.small import (
-    LONG,
+    SHORT,
     SMALL,
     assert_same_weights,
     lines_of,
@@ -45,17 +45,17 @@ def test_one_worker_equals_no_ray(tmp_path, capsys, monkeypatch):
     assert here == there
 
 
-def test_the_demo_is_complete_and_trains_nothing_again(two, capsys, monkeypatch):
-    files = {path.name for path in two.iterdir()}
+def test_the_demo_is_complete_and_trains_nothing_again(short, capsys, monkeypatch):
+    files = {path.name for path in short.iterdir()}
     assert files >= {"metrics.json", "metrics.jsonl", "model", "predictions"}
     assert not {"lock.json", "ray", "STOP"} & files
-    results = json.loads((two / "metrics.json").read_text())
-    assert results["train/known/task_aware/acc/best"] > 0.9
+    results = json.loads((short / "metrics.json").read_text())
+    assert results["train/known/task_aware/acc/best"] > 0.5
     monkeypatch.setattr(ray_env, "connect", pytest.fail)
-    before = (two / "metrics.json").read_bytes()
-    assert cli.main(["demo", *LONG, "--output", str(two)]) == 0
+    before = (short / "metrics.json").read_bytes()
+    assert cli.main(["demo", *SHORT, "--output", str(short)]) == 0
     assert "is finished; nothing is trained again" in capsys.readouterr().out
-    assert (two / "metrics.json").read_bytes() == before
+    assert (short / "metrics.json").read_bytes() == before
 
 
 @pytest.mark.release
