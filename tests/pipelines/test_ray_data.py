@@ -478,6 +478,7 @@ def test_a_streamed_run_of_parquet(tmp_path, capsys, monkeypatch):
     assert cli.main(["evaluate", "run"]) == 0
 
 
+@pytest.mark.slow
 def test_a_process_that_decodes_imports_little():
     """There is one for each CPU. Kills: 50 MB more of each, and half a second before
     its first image.

@@ -32,11 +32,7 @@ def options_of(folder: Path, *words: str):
 
 
 @pytest.mark.parametrize(
-    "score",
-    [
-        FOLDS,
-        AGREEMENT,
-    ],
+    "score", [FOLDS, pytest.param(AGREEMENT, marks=pytest.mark.slow)]
 )
 def test_streamed_rows_give_the_numbers_of_rows_in_memory(tmp_path, score):
     """To the bit, where each image is read by itself. Kills: rows or classes of another
