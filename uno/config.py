@@ -544,7 +544,8 @@ class ModelConfig(Section):
         Raises:
             ValueError: The name is none of this package's encoders, and is not of the
                 form ``torchvision:NAME``, ``timm:NAME``, ``timm:hf-hub:ORG/NAME``,
-                ``package.module:NAME`` or ``vectors:D``.
+                ``package.module:NAME``, ``vectors`` or ``vectors:D`` with at most six
+                digits.
         """
         if name not in OWN_ENCODERS and not re.fullmatch(
             rf"{LIBRARY_ENCODER}|{VECTORS}(:\d{{1,6}})?", name

@@ -28,13 +28,15 @@ from uno.results.metrics import confusion, hungarian, matched_counts
 def finished(tmp_path_factory) -> Path:
     """A finished run of 200 digits and three heads."""
     output = tmp_path_factory.mktemp("edits") / "run"
-    assert (
-        cli.main(
-            ["discover", *SMALL, "--model.num-heads", "3", "--output", str(output)]
-        )
-        == 0
-    )
+    words = ["--model.num-heads", "3", "--output", str(output)]
+    assert cli.main(["discover", *SMALL, *words]) == 0
     return output
+
+
+@pytest.fixture
+def run(finished, tmp_path) -> Path:
+    """A copy of the finished run that a test may change."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
 def uno(*argv) -> None:
@@ -46,17 +48,22 @@ def task_of(run: Path) -> Task:
     return make_task(read_rows(config.data), config.data)
 
 
+def write_actions(run: Path, actions: dict[int, str]) -> None:
+    """Write the action of each class into classes.yaml; classes without one stay."""
+    path = run / "classes.yaml"
+    tree = yaml.safe_load(path.read_text())
+    for entry in tree["classes"]:
+        entry["action"] = actions.get(entry["index"], "keep")
+    path.write_text(yaml.safe_dump(tree))
+
+
 def edit(run: Path, change) -> None:
     """As a person does it: ``--rename``, or other actions in the file and
     ``--apply``.
     """
     if isinstance(change, list):
         return uno("classes", run, *change)
-    path = run / "classes.yaml"
-    tree = yaml.safe_load(path.read_text())
-    for entry in tree["classes"]:
-        entry["action"] = change.get(entry["index"], "keep")
-    path.write_text(yaml.safe_dump(tree))
+    write_actions(run, change)
     return uno("classes", run, "--apply")
 
 
@@ -158,12 +165,10 @@ def assert_agree(run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_everything_agrees_after_each_edit(finished, tmp_path, capsys):
+def test_everything_agrees_after_each_edit(run):
     """Kills: metrics, report, card that know of no merge; dropped rows handed to
     neighbors, or right.
     """
-    run = tmp_path / "run"
-    shutil.copytree(finished, run)
     before = pq.read_table(run / "predictions").to_pandas()
     a, b, *_ = before.class_index[before.kind == "novel"].value_counts().index
     first = (run / "metrics.json").read_bytes()
@@ -188,16 +193,15 @@ def test_everything_agrees_after_each_edit(finished, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("last", ["merge into 3", "drop"])
-def test_no_discovered_class_is_left(finished, tmp_path, last):
+def test_no_discovered_class_is_left(run, last):
     """Kills: chance of matching no cluster; a report and a card of none."""
-    run = Path(shutil.copytree(finished, tmp_path / "run"))
     uno("classes", run)
     edit(run, dict.fromkeys(range(5, 9), "merge into 3") | {9: last})
     assert_agree(run)
 
 
 @pytest.mark.release
-def test_an_export_in_the_run_follows(finished, tmp_path, capsys, monkeypatch):
+def test_an_export_in_the_run_follows(run, capsys, monkeypatch):
     """Kills: an exported program left with the classes of before. What programs
     compute is tested there.
     """
@@ -208,7 +212,6 @@ def test_an_export_in_the_run_follows(finished, tmp_path, capsys, monkeypatch):
         return json.dumps([c.into for c in model.classes]).encode()
 
     monkeypatch.setattr("uno.session.pipeline.export", fake)
-    run = Path(shutil.copytree(finished, tmp_path / "run"))
     for name in ("model.pt2", "model.onnx"):
         (run / "model" / name).write_bytes(b"before")
     uno("classes", run)
@@ -221,17 +224,11 @@ def test_an_export_in_the_run_follows(finished, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.slow
-def test_an_edit_that_was_cut_short_is_finished_by_the_same_command(
-    finished, tmp_path, monkeypatch
-):
+def test_an_edit_that_was_cut_short_is_finished_by_the_same_command(run, monkeypatch):
     """Kills: stale metrics taken for those of the new classes."""
-    run = tmp_path / "run"
-    shutil.copytree(finished, run)
     uno("classes", run)
     monkeypatch.setattr("uno.session.backend.evaluate_run", lambda *_: 1 / 0)
-    tree = yaml.safe_load((run / "classes.yaml").read_text())
-    tree["classes"][0]["action"] = "drop"
-    (run / "classes.yaml").write_text(yaml.safe_dump(tree))
+    write_actions(run, {5: "drop"})
     with pytest.raises(AssertionError):
         uno("classes", run, "--apply")
     monkeypatch.undo()
@@ -240,17 +237,10 @@ def test_an_edit_that_was_cut_short_is_finished_by_the_same_command(
 
 
 def test_data_that_is_gone_stops_an_edit_before_anything_changes(
-    finished, tmp_path, monkeypatch, capsys
+    run, monkeypatch, capsys
 ):
-    run = tmp_path / "run"
-    shutil.copytree(finished, run)
     uno("classes", run)
-    edited = (
-        (run / "classes.yaml")
-        .read_text()
-        .replace("  action: keep", "  action: drop", 1)
-    )
-    (run / "classes.yaml").write_text(edited)
+    write_actions(run, {5: "drop"})
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
 
     def gone(_):
@@ -320,17 +310,8 @@ def test_known_classes_may_have_the_names_of_discovered_ones(tmp_path, capsys):
         "--limit",
         "80",
     ]
-    uno(
-        "discover",
-        *SMALL,
-        *data,
-        "--batch-size",
-        "20",
-        "--discover.epochs",
-        "1",
-        "--output",
-        run,
-    )
+    data += ["--batch-size", "20", "--discover.epochs", "1"]
+    uno("discover", *SMALL, *data, "--output", run)
     (next_name,) = re.findall(r"--rename (\S+)=NAME", capsys.readouterr().out)
     assert next_name in ("novel-2", "novel-3")
     uno("classes", run)
@@ -367,8 +348,6 @@ def test_an_edit_predicts_no_other_images_than_the_runs(tmp_path, capsys):
     uno("classes", run)
     paths[5].write_bytes(encoded(pixels(999), "BMP"))
     before = pq.read_table(run / "predictions")
-    tree = yaml.safe_load((run / "classes.yaml").read_text())
-    tree["classes"][0]["action"] = "drop"
-    (run / "classes.yaml").write_text(yaml.safe_dump(tree))
+    write_actions(run, {2: "drop"})
     assert "a/5.bmp" in refused(capsys, 2, "classes", run, "--apply")
     assert pq.read_table(run / "predictions") == before

@@ -87,7 +87,7 @@ def test_clustering_trains_nothing_and_says_what_to_expect(
     finished, weights, tmp_path, capsys, monkeypatch
 ):
     """Kills: a step that is taken, prototypes that checkpoint, model and evaluation do
-    not share, a run again that chooses otherwise, a dry run that takes a step.
+    not share, a dry run that takes a step.
     """
     argv = [
         "discover",
@@ -113,32 +113,26 @@ def test_clustering_trains_nothing_and_says_what_to_expect(
     # features that are still to come
     few = ["--compute.cache", str(tmp_path / "empty")]
     assert cli.main([*argv, *few, "--output", str(tmp_path / "run"), "--dry-run"]) == 0
+    assert not any((tmp_path / name).exists() for name in ("empty", "run"))
     planned = capsys.readouterr().out.splitlines()
     assert planned[-1] == "dry run: nothing was trained, and nothing was kept"
     assert not any("epoch" in line for line in planned)
     for start in ("model: ", "training: "):
         assert sum(line.startswith(start) for line in planned) == 1, planned
-    for name in ("run", "again"):
-        assert cli.main([*argv, "--output", str(tmp_path / name)]) == 0
+    assert cli.main([*argv, "--output", str(tmp_path / "run")]) == 0
     said = capsys.readouterr().out
     assert "expected accuracy on " in said and ", if there are 5 new classes" in said
     assert "another encoder (calibrated on " in said
-    once, again = (
-        load_newest(Storage(str(tmp_path / name)), DISCOVER)
-        for name in ("run", "again")
-    )
-    assert once.step == 0
-    assert_same(once.tensors, again.tensors)
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     (key,) = (
         key
         for key in metrics
         if key in ("trust/expected/ncd/acc", "trust/expected/gcd/acc")
     )
-    ends = (metrics[key.replace("acc", end)] for end in ("low", "acc", "high"))
-    assert list(ends) == sorted(
+    low, expected, high = (
         metrics[key.replace("acc", end)] for end in ("low", "acc", "high")
     )
+    assert low <= expected <= high
     assert metrics["train/known/task_aware/acc/best"] > 0.3
     page = (tmp_path / "run" / "report.html").read_text()
     assert "Expected accuracy on " in page and "resnet_small, 8 px, 1 head<" in page
@@ -268,25 +262,6 @@ def empty_cache(tmp_path, monkeypatch) -> Path:
     """A cache of this test's own."""
     monkeypatch.setenv("UNO_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
-
-
-def test_a_dry_run_computes_no_features_and_keeps_nothing(
-    weights, tmp_path, empty_cache, capsys
-):
-    """Kills: a dry run that takes the minutes of the features, files in the user's
-    cache.
-    """
-    argv = [
-        *HEADS,
-        "--weights",
-        str(weights),
-        "--output",
-        str(tmp_path / "run"),
-        "--dry-run",
-    ]
-    assert cli.main(argv) == 0
-    assert "discover: " in capsys.readouterr().out
-    assert not empty_cache.exists() and not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

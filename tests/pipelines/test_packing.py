@@ -43,6 +43,7 @@ def test_a_task_stores_what_this_process_stores(tmp_path):
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_ray_packs_the_same_shards(tmp_path, ray_cluster, capsys):
     """``uno data pack`` of folders with a damaged image and of the digits. Kills:
     shards of other rows, lost reasons, a file more or less.

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import MagicMock, Mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -97,43 +98,52 @@ class Workers(LocalBackend):
 
     after_training = backend.RayBackend.after_training
 
-    def __init__(self, is_cluster) -> None:
+    def __init__(self) -> None:
         self.predicted: list[int] = []
-        self.is_cluster = lambda: is_cluster
 
     def predict(self, run, model, writer, show):
         self.predicted.append(writer.num_rows)
         return super().predict(run, model, writer, show)
 
 
-@pytest.mark.parametrize(
-    ("few", "loading", "is_cluster", "asked"),
-    [
-        (1, "streaming", False, [400]),
-        (401, "streaming", True, []),
-        (1, "memory", False, []),
-        (1, "memory", True, [400]),
-    ],
-)
-def test_workers_end_a_large_run(
-    tmp_path, monkeypatch, few, loading, is_cluster, asked
-):
-    """They predict its rows. Kills: a head that runs the encoder of a large run,
-    workers that start for a small one, or for images that this machine has decoded and
-    they would decode again.
-    """
-    monkeypatch.setattr(backend, "RAY_PAYS_ROWS", few)
-    workers, run = Workers(is_cluster), tmp_path / "run"
+def test_workers_predict_the_rows_of_a_large_run(tmp_path, monkeypatch):
+    """Kills: a head that runs the encoder of a large run."""
+    monkeypatch.setattr(backend, "RAY_PAYS_ROWS", 1)
+    workers, run = Workers(), tmp_path / "run"
     monkeypatch.setattr(backend, "RayBackend", lambda: workers)
     settings = {
         **SMALL_RUN,
-        "data.loading": loading,
+        "data.loading": "streaming",
         "compute.num_workers": 1,
         "output": str(run),
     }
     settings |= {"pretrain.epochs": 1, "discover.epochs": 1, "compute.threads": 1}
     discover(override(preset("digits"), settings), settings)
-    assert workers.predicted == asked and (run / "report.html").exists()
+    assert workers.predicted == [400] and (run / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "is_decoded", "is_cluster", "is_on_ray"),
+    [
+        (20_000, False, False, True),
+        (19_999, False, True, False),
+        (20_000, True, False, False),
+        (20_000, True, True, True),
+    ],
+)
+def test_images_are_predicted_where_it_ends_sooner(
+    monkeypatch, num_rows, is_decoded, is_cluster, is_on_ray
+):
+    """Kills: workers that start for a small run, or to decode images again that this
+    machine has decoded.
+    """
+    ray = backend.RayBackend()
+    monkeypatch.setattr(ray, "is_cluster", lambda: is_cluster)
+    task = Mock(rows=MagicMock())
+    task.rows.__len__.return_value = num_rows
+    decoded = torch.zeros(0, 3, 8, 8), []
+    task.rows.images.prepared.return_value = decoded if is_decoded else None
+    assert (ray.after_training(task) is ray) == is_on_ray
 
 
 def test_commands_without_checks_say_what_a_source_leaves_out(run, tmp_path, capsys):
@@ -200,17 +210,6 @@ def test_mistakes_are_one_line(run, tmp_path, capsys, monkeypatch):
     argv = ["predict", run, "--data", "digits", "--output", "out"]
     assert "absolute path or a URI" in refused(capsys, 2, *argv)
     assert not out.exists()
-
-
-def test_predictions_of_other_data_do_not_go_into_a_run(run, tmp_path, capsys):
-    """Nor does the line advise to empty the run."""
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "config.yaml").write_text("seed: 1\n")
-    argv = ["predict", run, "--data", "digits", "--output", tmp_path / "other"]
-    line = refused(capsys, 2, *argv)
-    assert "directory of a run" in line and "another --output" in line
-    assert "empty" not in line
-    assert [path.name for path in (tmp_path / "other").iterdir()] == ["config.yaml"]
 
 
 def test_a_run_whose_data_is_gone_still_predicts(tmp_path, capsys):

@@ -216,6 +216,7 @@ def test_ray_data_equals_this_process(ray_cluster, tmp_path, monkeypatch, make):
 
 
 @pytest.mark.ray
+@pytest.mark.release
 def test_a_wait_without_progress_is_no_error(ray_cluster, monkeypatch):
     """As for a node that is replaced, for which Ray Data allows half an hour."""
     context = ray_cluster.data.DataContext.get_current()
@@ -231,6 +232,7 @@ def test_a_wait_without_progress_is_no_error(ray_cluster, monkeypatch):
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_a_damaged_page_is_one_line(ray_cluster, tmp_path):
     """Not the traceback of a Ray task."""
     train = streaming_set(
@@ -248,6 +250,7 @@ def test_a_damaged_page_is_one_line(ray_cluster, tmp_path):
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_an_execution_needs_no_cpu_that_is_free(ray_cluster, tmp_path):
     """All are held, as by the executions of other ranks, which end when this one has
     given its images. Kills: two streamed runs on a cluster, or more processes than fit,
@@ -475,6 +478,7 @@ def test_a_streamed_run_of_parquet(tmp_path, capsys, monkeypatch):
     assert cli.main(["evaluate", "run"]) == 0
 
 
+@pytest.mark.slow
 def test_a_process_that_decodes_imports_little():
     """There is one for each CPU. Kills: 50 MB more of each, and half a second before
     its first image.

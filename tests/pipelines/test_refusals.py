@@ -126,6 +126,14 @@ REFUSED = {
         "--output",
         "foreign",
     ],
+    "predict: into another run": [
+        "predict",
+        "run",
+        "--data",
+        "digits",
+        "--output",
+        "cells",
+    ],
     "predict: data gone": [
         "predict",
         "run",

@@ -62,12 +62,6 @@ def test_what_a_trial_would_stumble_over_is_refused_before_ray_starts(
         main([*TINY, "--output", str(tmp_path / "s"), *words.split()])
 
 
-def test_help(capsys):
-    with pytest.raises(SystemExit) as end:
-        main(["--help"])
-    assert end.value.code == 0 and "--space" in capsys.readouterr().out
-
-
 def test_foreign_directories_and_other_settings_are_refused_by_name(tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(ConfigError, match="holds no sweep"):

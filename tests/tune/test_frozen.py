@@ -109,16 +109,10 @@ def test_trials_and_later_sweeps_share_features_that_are_computed_once(
         assert fold.train.unlabeled_images.shape[1:] == data.images.shape[1:]
 
 
-@pytest.mark.parametrize(
-    "score",
-    [
-        "folds",
-        pytest.param("agreement", marks=pytest.mark.release),
-    ],
-)
-def test_every_score_is_one_of_features(tmp_path, score):
+@pytest.mark.release
+def test_an_agreement_is_one_of_features(tmp_path):
     options = frozen_options(
-        tmp_path, "--score", score, "--folds", "1", "--discover.epochs", "1"
+        tmp_path, "--score", AGREEMENT, "--folds", "1", "--discover.epochs", "1"
     )
     with claimed(tmp_path / "sweep") as storage:
         assert np.isfinite(run_tiny(options, load(options), storage)[-1]["score"])
@@ -252,14 +246,12 @@ def test_the_workers_of_a_cluster_compute_the_features(tmp_path, monkeypatch):
     monkeypatch.setattr(driver, "compute_on_ray", compute_on_ray)
     monkeypatch.setattr(driver.ray_env, "cluster_address", lambda: "head:6379")
     monkeypatch.setattr(driver.ray_env, "connect", lambda: nullcontext(cluster))
-    options = frozen_options(tmp_path, "--folds", "2")
-    load(options)
+    load(frozen_options(tmp_path, "--folds", "2"))
     assert asked == [3]
 
 
 @pytest.mark.release
 @pytest.mark.ray
-@pytest.mark.timeout(600)
 def test_a_sweep_on_features(ray_cluster, tmp_path, monkeypatch, computed):
     """A relative path of weights, trials in other processes and directories. Kills:
     weights that trials do not find, features that they compute.
@@ -280,7 +272,6 @@ def test_a_sweep_on_features(ray_cluster, tmp_path, monkeypatch, computed):
 
 @pytest.mark.release
 @pytest.mark.ray
-@pytest.mark.timeout(600)
 def test_a_sweep_on_vectors(ray_cluster, tmp_path, capsys):
     """Of UNO, whose best run is trained by ``uno discover``. Kills: a best.yaml that
     leads to another method, a method that the user is not shown.

@@ -32,11 +32,7 @@ def options_of(folder: Path, *words: str):
 
 
 @pytest.mark.parametrize(
-    "score",
-    [
-        FOLDS,
-        AGREEMENT,
-    ],
+    "score", [FOLDS, pytest.param(AGREEMENT, marks=pytest.mark.slow)]
 )
 def test_streamed_rows_give_the_numbers_of_rows_in_memory(tmp_path, score):
     """To the bit, where each image is read by itself. Kills: rows or classes of another
@@ -93,7 +89,6 @@ def test_unreadable_images_are_listed_by_the_trial_and_not_scored(tmp_path):
 
 @pytest.mark.release
 @pytest.mark.ray
-@pytest.mark.timeout(600)
 def test_a_streamed_sweep_of_parquet_and_one_in_memory(
     ray_cluster, tmp_path, monkeypatch
 ):

@@ -26,7 +26,7 @@ from uno.data.output import read_mapping
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.ray
 
 SPACE = """\
 objective.temperature: {choices: [0.1, 0.2, 1.0e-40]}
@@ -78,7 +78,7 @@ def pretrainings(storage: Storage) -> dict[str, bytes]:
     }
 
 
-def until(condition, driver=None, seconds: float = 400) -> None:
+def until(condition, driver=None, seconds: float = 800) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert driver is None or driver.poll() is None, "the driver ended"
@@ -118,6 +118,7 @@ def test_pretrainings_are_shared_and_failures_never_win(ray_cluster, tmp_path):
     assert {"best.yaml", "sweep.html", "sweep.jsonl"} <= set(storage.list())
 
 
+@pytest.mark.slow
 def test_a_trial_outlives_its_process(ray_cluster, tmp_path):
     """SIGKILL to the process of a trial once it has an epoch. Kills: a trial that is
     failed for good, one that begins anew.
@@ -171,13 +172,13 @@ def test_more_trials_than_fit_and_stopping(ray_cluster, tmp_path):
 def test_the_same_command_finishes_a_killed_and_a_stopped_sweep(
     ray_cluster, tmp_path, capsys
 ):
-    """SIGKILL to the driver once a third of the trials is done, then SIGTERM in the
+    """SIGKILL to the driver once the first of two trials is done, then SIGTERM in the
     second trial: nothing finished is run again, and what was stopped has no result
     until it has one.
     """
     words = command_of(
         tmp_path / "s",
-        "--trials 3 --scheduler none --workers 1 --discover.epochs 60",
+        "--trials 2 --scheduler none --workers 1 --discover.epochs 60",
     )
     storage, null = Storage(str(tmp_path / "s")), subprocess.DEVNULL
     driver = subprocess.Popen(words, stdout=null, stderr=null, start_new_session=True)
@@ -187,7 +188,7 @@ def test_the_same_command_finishes_a_killed_and_a_stopped_sweep(
     assert not storage.exists("trials/0001/result.json")
     before, pretrained = storage.read("trials/0000/epochs.jsonl"), pretrainings(storage)
     # of a write that the kill cut off
-    half = f"{records.trial_name(2)}/.trial.json.0123abcd"
+    half = f"{records.trial_name(1)}/.trial.json.0123abcd"
     storage.write(half, b"{")
 
     def stop() -> None:
@@ -209,7 +210,7 @@ def test_the_same_command_finishes_a_killed_and_a_stopped_sweep(
     assert json.loads(storage.read("trials/0001/trial.json"))["overrides"]
 
     assert cli.main(words[3:]) == 0
-    assert [result["status"] for result in results(storage)] == ["finished"] * 3
+    assert [result["status"] for result in results(storage)] == ["finished"] * 2
     assert storage.read("trials/0000/epochs.jsonl") == before
     assert pretrained.items() <= pretrainings(storage).items()
     assert not storage.exists(half)

@@ -79,7 +79,7 @@ def _float_array(given: Any, what: str) -> np.ndarray:
     try:
         array = np.asarray(given)
         if array.dtype == object:
-            array = _stacked(array, what)
+            array = _stacked(array)
     except (TypeError, ValueError) as error:
         text = f"{what} must be numbers (N, D): {one_line(error)}"
         raise ConfigError(f"{text}{_fix(given)}") from None
@@ -90,16 +90,16 @@ def _float_array(given: Any, what: str) -> np.ndarray:
         return np.ascontiguousarray(array, dtype=np.float32)
 
 
-def _stacked(array: np.ndarray, what: str) -> np.ndarray:
+def _stacked(array: np.ndarray) -> np.ndarray:
     """Convert an array of objects to float32 numbers.
 
     Args:
         array: (N,), where each object is a vector; or an array of any shape of Python's
             numbers.
-        what: The name of the argument.
 
     Raises:
-        ValueError: The vectors have different lengths, or an object is no number.
+        ValueError: The vectors have different lengths, or a text is no number.
+        TypeError: Another object is no number.
     """
     if array.ndim != 1 or not len(array):
         return array.astype(np.float32)

@@ -341,7 +341,14 @@ def _image_of_task(data: Mapping[str, Any]) -> str:
 
 
 def _name_of_upload(name: str) -> str:
-    """Return the name that Label Studio gives to a file when a person uploads it."""
+    """Return the name that Label Studio gives to a file when a person uploads it.
+
+    Blanks become underscores. All other characters but letters, digits, underscores,
+    hyphens and dots are removed. The random prefix that Label Studio adds is left out.
+
+    Args:
+        name: The name of the file, without folders.
+    """
     return re.sub(r"[^-\w.]", "", name.strip().replace(" ", "_"))
 
 

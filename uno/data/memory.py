@@ -587,10 +587,12 @@ class MemoryBatches:
         positions: Tensor,
         generator: torch.Generator,
     ) -> list[Tensor]:
-        """Draw some of the 1 + V cached views of each row, without repetition.
+        """Draw some of the cached views of each row, without repetition.
 
-        The evaluation view is one of them, because accuracy is lower if the heads never
-        train on the view that they are evaluated on.
+        Each row has 1 + V cached views: the evaluation view and V random ones, with V
+        from ``augment.num_cached_views``. The evaluation view can be drawn like the
+        others, because accuracy is lower if the heads never train on the view that they
+        are evaluated on.
 
         Args:
             labeled: Numbers among the labeled rows, int64 (b_l,).

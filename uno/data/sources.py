@@ -209,7 +209,9 @@ def split_prefix(source: str) -> tuple[str, str]:
     """Split a source as a user writes it, such as ``tar:DIR``, at its colon.
 
     Returns:
-        The prefix, '' if there is none or if a file has this whole name; and the path.
+        The prefix and the path. The prefix is the word before the first colon, whether
+        or not a source has this name. It is '' if there is none, if the source is a URI
+        such as ``s3://bucket``, or if a file or directory has this whole name.
     """
     match = re.match(r"([A-Za-z][\w-]*):(?!//)(.*)", source, re.DOTALL)
     if match is None or os.path.exists(source):

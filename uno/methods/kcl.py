@@ -57,8 +57,8 @@ class Kcl(pairs.PairMethod):
 def contrastive_loss(probabilities: Tensor, targets: Tensor, similar: Tensor) -> Tensor:
     """Return the contrastive loss of pairs, with a margin on the KL divergence.
 
-    Over similar pairs (i, j) of rows KL(q_j || p_i) is averaged, and over all other
-    pairs max(0, margin - KL(q_j || p_i)).
+    The loss of a similar pair (i, j) of rows is KL(q_j || p_i), and that of any other
+    pair is max(0, margin - KL(q_j || p_i)).
 
     Args:
         probabilities: Cluster probabilities p of this worker's rows in one view, (N,
@@ -68,7 +68,7 @@ def contrastive_loss(probabilities: Tensor, targets: Tensor, similar: Tensor) ->
         similar: Which pairs are similar, bool (N, M).
 
     Returns:
-        A scalar, the mean over all N M pairs.
+        A scalar, the mean loss of all N M pairs.
     """
     log_p = (probabilities + 1e-7).log()
     q = distributed.gather_rows(targets.detach(), 0) + 1e-7

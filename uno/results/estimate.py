@@ -464,10 +464,10 @@ def largest_best(curve: Sequence[float]) -> int:
 def class_splits(classes: Sequence[int], num_splits: int, seed: int) -> list[Split]:
     """Draw different splits of the known classes into pretraining and probe classes.
 
-    Probe classes are held out of pretraining. A quarter of the classes are probe
-    classes (the paper has 20 of 80), but at least 4. Of fewer than 7 classes, all but 2
-    are probe classes; otherwise at least 3 remain to pretrain on. Every class is a
-    probe class about equally often.
+    Probe classes are held out of pretraining. Of 7 or more classes, a quarter are probe
+    classes (the paper has 20 of 80), but at least 4, and at least 3 remain to pretrain
+    on. Of 4 to 6 classes, 2 remain to pretrain on, and all others are probe classes.
+    Every class is a probe class about equally often.
 
     Args:
         classes: The indices of the known classes, at least 4.

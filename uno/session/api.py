@@ -203,10 +203,11 @@ class Model:
 
     @cached_property
     def _members(self) -> dict[int, show.Members]:
-        """For each class index the number and some of the run's images predicted as it.
+        """For each class, the images of the run that are predicted as the class.
 
-        They are for the HTML view, and come from the table of the run's predictions.
-        The mapping is empty if there is no such table or it is damaged.
+        The mapping goes from the index of a class to the number of these images and
+        some examples, for the HTML view. They come from the table of the run's
+        predictions. The mapping is empty if there is no such table or it is damaged.
         """
         try:
             return show.read_members(self._storage, self._classifier.config)
@@ -540,9 +541,9 @@ def _default_torch_settings(device: torch.device) -> Iterator[None]:
     """Compute with PyTorch's default settings, whatever the caller has changed.
 
     Inside the block the default dtype is float32, the default device is the CPU, and
-    autocast is off on ``device``. The dtype and the other settings are restored at the
-    end. A forked child of the process that imported this module is set to one thread,
-    because OpenMP would wait forever for the threads of its parent.
+    autocast is off on ``device``. These settings are restored at the end. In a forked
+    child of the process that imported this module, PyTorch is set to one thread for
+    good, because OpenMP would wait forever for the threads of the parent.
     """
     if os.getpid() != IMPORTING_PROCESS:
         torch.set_num_threads(1)

@@ -152,8 +152,8 @@ def derived_keys(config: Config) -> tuple[str, ...]:
         config: The configuration of the run.
 
     Returns:
-        Dotted keys. The result is empty for a run on the data of a benchmark, and for a
-        preset other than ``scratch``, ``photos`` and ``vectors``.
+        Dotted keys. The result is empty for the preset ``scratch`` on the data of a
+        benchmark, and for a preset other than ``scratch``, ``photos`` and ``vectors``.
     """
     if config.preset in ("photos", VECTORS):
         of_encoder = OF_ENCODER if _starts_from_run(config) else ()
@@ -233,15 +233,16 @@ def _derive_vector_length(
 
     Args:
         config: The configuration so far.
-        given: The dotted keys that the user has set.
+        given: Not used here; all functions that derive settings have this parameter.
         task: The rows of the run.
 
     Returns:
-        The value, such as "vectors:384", by its key, empty if the source holds images.
-        The line for the user is always empty.
+        A mapping of "model.encoder" to its value, such as "vectors:384", which is empty
+        if the source holds images; and "", because no line is printed for the user.
 
     Raises:
-        ConfigError: Too many vectors are unusable.
+        ConfigError: The share of vectors with values that are not finite, or without
+            values, is above ``data.max_bad_fraction``.
     """
     rows, limit = task.rows, config.data.max_bad_fraction
     if (vectors := rows.vectors) is None:

@@ -45,8 +45,8 @@ def estimate_classes(
         The estimate, or None for a dry run.
 
     Raises:
-        ConfigError: There are too few known classes or rows, the data cannot be read,
-            or another command holds the directory.
+        ConfigError: There are too few known classes or too few unlabeled rows, the data
+            cannot be read, or another command holds the directory.
         Interrupted: The user stopped it. Finished encoders are kept.
     """
     settings = settings or Settings()

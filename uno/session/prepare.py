@@ -252,12 +252,14 @@ def _examine_directory(run: Run, overwrite: bool) -> None:
     """Set ``run.resumes`` to whether the output directory holds this run already.
 
     Args:
-        run: The run. Nothing is written into its directory if the directory is new.
+        run: The run. If its directory holds a run that resumes, the files that describe
+            the run are brought up to date. Otherwise nothing is written here.
         overwrite: Whether a run in the directory is started over.
 
     Raises:
-        ConfigError: The directory holds something else, or a run of other settings or
-            data. Or the directory is inside the data, or the data inside the directory.
+        ConfigError: The directory holds something else; or it holds a run of other
+            settings or data, and ``overwrite`` is False. A new directory is inside the
+            folder of the data; or a run that is overwritten has the data inside it.
     """
     is_run = directory.is_run(run.storage)
     run.resumes = is_run and not overwrite
@@ -295,9 +297,10 @@ def _require_separate_paths(config: Config, storage: Storage, is_run: bool) -> N
         is_run: Whether the directory holds a run, which the new run overwrites.
 
     Raises:
-        ConfigError: The run to be overwritten holds the data, the weights or the list
-            of known classes. Or the directory is inside a folder of classes or tables,
-            where the run would be read as data the next time.
+        ConfigError: If ``is_run``, the run to be overwritten holds the data, the
+            weights or the list of known classes. Otherwise, the directory is inside a
+            folder of classes or tables, where the run would be read as data the next
+            time.
     """
     data = config.data
     if data.labeled is not None and data.unlabeled is not None:

@@ -110,8 +110,8 @@ class TorchrunBackend(LocalBackend):
             or "cpu".
 
         Raises:
-            ConfigError: The configuration asks for another number of workers, or for a
-                GPU that PyTorch does not see.
+            ConfigError: ``compute.num_workers`` is neither 0 nor the number of ranks,
+                or the device is "cuda" and PyTorch sees no GPU.
         """
         if config.compute.num_workers not in (0, self.world_size):
             what = (
