@@ -463,26 +463,24 @@ def test_rows_that_own_images_refuse_are_told(own_request):
         "my-photos-rs-plus-rotation",
     }
     assert "pretext.epochs must be 0" in asked.refused["my-photos-uno-rotation"]
-    with pytest.raises(
-        ConfigError, match="unknown-k chooses classes of the paper's data"
-    ):
-        own_request("unknown-k")
-    with pytest.raises(ConfigError, match="give either --data or --cifar10"):
-        own_request("sota", "--cifar10", "x")
-    with pytest.raises(ConfigError, match=r"data\.source is set by the table"):
-        own_request("sota", "--data", "digits")
-    with pytest.raises(ConfigError, match="epsilon"):
-        own_request("sota", "--objective.epsilon", "-1")
-    unknown = [
-        "--known-classes",
-        "None",
-        "--labeled",
-        "My Photos",
-        "--unlabeled",
-        "My Photos/a",
-    ]
-    with pytest.raises(ConfigError, match="give either --data or --labeled"):
-        own_request("sota", *unknown)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("unknown-k", "unknown-k chooses classes of the paper's data"),
+        ("sota --cifar10 x", "give either --data or --cifar10"),
+        ("sota --data digits", "data.source is set by the table"),
+        ("sota --objective.epsilon -1", "epsilon"),
+        (
+            "sota --known-classes None --labeled known --unlabeled new",
+            "give either --data or --labeled",
+        ),
+    ],
+)
+def test_mistakes_about_own_images_are_refused(own_request, words, message):
+    with pytest.raises(ConfigError, match=message):
+        own_request(*words.split())
 
 
 def test_images_without_truth_cannot_be_counted(own_request, tmp_path):
