@@ -177,7 +177,8 @@ def _package_versions(config: Config) -> dict[str, str]:
     """Return the versions of the packages that decode and encode images, by name.
 
     These are Pillow and PyTorch; timm or torchvision if the encoder comes from there;
-    and OpenVINO if it is the runtime. The suffix that tells builds of PyTorch for CPUs from those for GPUs is removed.
+    and OpenVINO if it is the runtime. The suffix that tells builds of PyTorch for CPUs
+    from those for GPUs is removed.
 
     Args:
         config: The configuration, which names the library and runtime of the encoder.
