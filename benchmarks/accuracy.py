@@ -13,7 +13,6 @@ the heads (``avg``) and for the head with the lowest training loss (``best``).
 """  # noqa: E501
 
 import argparse
-import csv
 import json
 import statistics
 import subprocess
@@ -25,6 +24,7 @@ from typing import Any
 
 import yaml
 
+from benchmarks.measure import append_rows
 from uno.runs.hardware import describe_hardware
 
 COLUMNS = (
@@ -94,9 +94,9 @@ def main() -> None:
         "command": "python -m benchmarks.accuracy " + " ".join(sys.argv[1:]),
     }
     rows = means([json.loads((run / "metrics.json").read_text()) for run in runs])
-    add_rows(
-        given.table or given.output / "accuracy.csv", [common | row for row in rows]
-    )
+    table = given.table or given.output / "accuracy.csv"
+    append_rows(table, COLUMNS, [common | row for row in rows])
+    print(f"added {len(rows)} rows to {table}")
 
 
 def discover(folder: Path, seed: int, options: list[str]) -> float | None:
@@ -132,17 +132,6 @@ def commit() -> str:
     return subprocess.run(
         command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
     ).stdout.strip()
-
-
-def add_rows(table: Path, rows: list[dict[str, Any]]) -> None:
-    """Append rows to a table, with its head if it is new, and print its path."""
-    is_new = not table.exists()
-    with table.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if is_new:
-            writer.writeheader()
-        writer.writerows(rows)
-    print(f"added {len(rows)} rows to {table}")
 
 
 if __name__ == "__main__":

@@ -3,9 +3,10 @@
     python -m benchmarks.augment --batch 512 --repeats 5
 
 prints one JSON row. An image counts once, however many views the recipe makes of it;
-every method ends with normalized float32 batches, one for each view. The methods take
-turns; the row has medians and all raw times. ``--clock cpu`` counts processor time,
-which other processes disturb less.
+every method ends with normalized float32 batches, one for each view. With ``--device
+cuda`` ours runs there, and the others stay on the CPU. The methods take turns; the row
+has medians and all raw times. ``--clock cpu`` counts processor time, which other
+processes disturb less.
 """
 
 import argparse
@@ -22,7 +23,13 @@ from torch import Tensor
 from torchvision import transforms as v1
 from torchvision.transforms import v2
 
-from benchmarks.measure import environment, medians, spread, take_turns
+from benchmarks.measure import (
+    add_timing_options,
+    environment,
+    medians,
+    spread,
+    take_turns,
+)
 from uno.augment import augment
 from uno.config import ViewConfig
 from uno.presets import PRESETS, preset
@@ -78,15 +85,7 @@ def main() -> None:
         default="cifar10",
     )
     parser.add_argument("--recipe", choices=["paper", "v2"], default="v2")
-    parser.add_argument("--batch", type=int, default=512)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument(
-        "--device", default="cpu", help="where ours runs; the others stay on the CPU"
-    )
-    parser.add_argument(
-        "--clock", choices=["wall", "cpu"], default="wall", help="cpu on a busy machine"
-    )
+    add_timing_options(parser, batch=512, repeats=5, threads=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
 

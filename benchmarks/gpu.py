@@ -42,8 +42,7 @@ from torch.autograd.profiler_util import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.measure import environment
-from benchmarks.quantities import limits
+from benchmarks.measure import environment, limits, wait
 from benchmarks.step import parts as parts_of_step
 from benchmarks.step import train_set
 from uno.captured import EAGER_STEPS, CapturedStep, record_cuda_graph
@@ -83,7 +82,6 @@ class StepCase:
     precision: str = "bf16"
     compile: bool = False
     cuda_graph: bool = False
-    cudnn_benchmark: bool = False
     batch: int = 512
 
     @property
@@ -92,7 +90,6 @@ class StepCase:
         words = [self.preset, self.recipe, self.precision]
         words += ["graph"] if self.cuda_graph else []
         words += ["compiled"] if self.compile else []
-        words += ["cudnn-benchmark"] if self.cudnn_benchmark else []
         return "-".join(words)
 
 
@@ -107,7 +104,6 @@ CASES = (
     StepCase("imagenet", cuda_graph=True, compile=True),
     StepCase("cifar10", recipe="v2", cuda_graph=True, compile=True),
     StepCase("cifar10", precision="fp32"),
-    StepCase("cifar10", cudnn_benchmark=True),
     StepCase("imagenet", precision="fp32"),
 )
 SMALL_CASES = (
@@ -299,7 +295,6 @@ def measure_step(
 ) -> dict[str, Any]:
     """Time, memory, kernels and waits of one case, and of its parts alone."""
     device = torch.device(options.device)
-    torch.backends.cudnn.benchmark = case.cudnn_benchmark
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     training = Training(case, device)
@@ -411,12 +406,6 @@ def seconds_a_call(
     return (time.perf_counter() - start) / num, statistics.median(host)
 
 
-def wait(device: torch.device) -> None:
-    """Wait until the device has computed everything."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def traced(
     function: Callable[[], Any], device: torch.device, path: Path
 ) -> dict[str, Any]:
@@ -523,7 +512,6 @@ def measure_streamed(
         images_per_s_in_memory=round(in_memory),
         share_of_in_memory=round(with_training / in_memory, 3),
         threads=available_cpus(),
-        **decoded_on_device(files, device),
     )
 
 
@@ -569,24 +557,6 @@ def images_per_s(
     return (step - first - 2) * batch / (time.perf_counter() - start)
 
 
-def decoded_on_device(files: list[Path], device: torch.device) -> dict[str, Any]:
-    """What torchvision's decoder on the GPU would give, images/s, or why not."""
-    if device.type != "cuda":
-        return {}
-    from torchvision.io import ImageReadMode, decode_jpeg, read_file
-
-    encoded = [read_file(str(file)) for file in files] * (256 // len(files) + 1)
-
-    def decode() -> None:
-        decode_jpeg(encoded[:256], mode=ImageReadMode.RGB, device=device)
-
-    try:
-        seconds, _ = seconds_a_call(decode, device, 2.0)
-    except RuntimeError as error:
-        return {"gpu_decoder": str(error)[:200]}
-    return {"images_per_s_gpu_decoder": round(256 / seconds)}
-
-
 # Whole runs
 
 
@@ -627,7 +597,6 @@ def ways(results: Results) -> list[tuple[float, bool, bool]]:
         if row["part"] == "steps"
         and (row.get("preset"), row.get("recipe")) == ("cifar10", "paper")
         and row.get("precision") == "bf16"
-        and not row.get("cudnn_benchmark")
         and "images_per_s" in row
     ]
     return sorted(found, reverse=True)

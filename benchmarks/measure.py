@@ -1,12 +1,14 @@
-"""What the benchmarks share: methods that take turns, medians, and a row that says
-where it was measured.
+"""What the benchmarks share: methods that take turns, medians, the limits of a device,
+and a row that says where it was measured.
 """
 
+import argparse
+import csv
 import json
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,28 @@ import torchvision
 
 from uno.runs import NUMERICS
 from uno.runs.hardware import describe_hardware
+
+CLASSES = {  # known and novel classes, labeled and unlabeled training rows
+    "digits": (5, 5, 723, 719),
+    "cifar10": (5, 5, 25_000, 25_000),
+    "cifar100_20": (80, 20, 40_000, 10_000),
+    "cifar100_50": (50, 50, 25_000, 25_000),
+    # rows rounded; its batches are half and half
+    "imagenet": (882, 30, 1_129_000, 38_000),
+}
+
+
+def add_timing_options(
+    parser: argparse.ArgumentParser, batch: int, repeats: int, threads: int
+) -> None:
+    """Add the options of a benchmark whose methods take turns, with these defaults."""
+    parser.add_argument("--batch", type=int, default=batch)
+    parser.add_argument("--repeats", type=int, default=repeats)
+    parser.add_argument("--threads", type=int, default=threads)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument(
+        "--clock", choices=["wall", "cpu"], default="wall", help="cpu on a busy machine"
+    )
 
 
 def take_turns(
@@ -33,10 +57,10 @@ def take_turns(
     seconds: dict[Any, list[float]] = {name: [] for name in methods}
     for turn in range(repeats + 1):
         for name, method in methods.items():
-            _wait(device)
+            wait(device)
             start = now()
             method()
-            _wait(device)
+            wait(device)
             if turn:
                 seconds[name].append(now() - start)
     return seconds
@@ -58,6 +82,36 @@ def spread(seconds: Mapping[str, list[float]]) -> dict[str, float]:
     return result
 
 
+def limits(
+    device: str, dtype: torch.dtype, clock: str = "wall", repeats: int = 5
+) -> dict[str, float]:
+    """What the device can do, now: the largest of some matrix products, and copying
+    memory.
+
+    Returns: ``matmul_tflops`` in ``dtype`` and ``copy_gb_per_s``, bytes read plus bytes
+        written.
+    """
+    methods, flops = {}, {}
+    for side in (2048, 8192) if device.startswith("cuda") else (1024, 2048):
+        left, right = (
+            torch.randn(side, side, device=device).to(dtype) for _ in range(2)
+        )
+        methods[str(side)] = lambda left=left, right=right: left @ right
+        flops[str(side)] = 2 * side**3
+    source = torch.ones(
+        2**30 if device.startswith("cuda") else 2**27, dtype=torch.uint8, device=device
+    )
+    target = torch.empty_like(source)
+    methods["copy"] = lambda: target.copy_(source)
+    middle = medians(take_turns(methods, repeats, device, clock))
+    return {
+        "matmul_tflops": round(
+            max(flops[side] / middle[side] for side in flops) / 1e12, 3
+        ),
+        "copy_gb_per_s": round(2 * source.numel() / middle["copy"] / 1e9, 1),
+    }
+
+
 def environment(device: str = "cpu", runs: Iterable[Path] = ()) -> dict[str, Any]:
     """Hardware, versions, and the numerics of this code, or of the oldest of ``runs``,
     which may have been finished before.
@@ -75,6 +129,19 @@ def environment(device: str = "cpu", runs: Iterable[Path] = ()) -> dict[str, Any
     }
 
 
-def _wait(device: str) -> None:
-    if device.startswith("cuda"):
+def wait(device: str | torch.device) -> None:
+    """Wait until the device has computed everything."""
+    if torch.device(device).type == "cuda":
         torch.cuda.synchronize()
+
+
+def append_rows(
+    table: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]
+) -> None:
+    """Append rows to a table of comma-separated values, with its head if it is new."""
+    is_new = not table.exists()
+    with table.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        if is_new:
+            writer.writeheader()
+        writer.writerows(rows)

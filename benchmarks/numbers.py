@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize
 from torch import Tensor
 
+from benchmarks.measure import append_rows
 from benchmarks.tasks import draws, make_task, read_features
 from uno.clustering.kmeans import FREE
 from uno.clustering.num_classes import (
@@ -126,12 +127,7 @@ def run_set(file: Path, output: Path) -> None:
             shown = json.dumps(signs[:MAX_SIGNS].round(3).tolist())
             sizes = (num_known, task.num_novel, int(free.sum()))
             row = (name, kind, number, setting, *sizes, seconds, shown)
-            is_new = not output.exists()
-            with output.open("a", newline="") as stream:
-                writer = csv.writer(stream)
-                if is_new:
-                    writer.writerow(COLUMNS)
-                writer.writerow(row)
+            append_rows(output, COLUMNS, [dict(zip(COLUMNS, row, strict=True))])
 
 
 def leading_directions(features: Tensor) -> Tensor:

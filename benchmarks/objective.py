@@ -3,10 +3,10 @@
     python -m benchmarks.objective --repeats 15
 
 prints one JSON row with CIFAR10, CIFAR100-20 and ImageNet sizes: time (forward +
-backward) and operator calls of each part, ours next to the straightforward way written
-below: one network per head, called in turn, boolean masks, zero-padded targets, one
-float32 Sinkhorn per view and head. Both give the same losses, which is checked before
-anything is timed. Features are random; the encoder is not part of it.
+backward) of each part, ours next to the straightforward way written below: one network
+per head, called in turn, boolean masks, zero-padded targets, one float32 Sinkhorn per
+view and head. Both give the same losses, which is checked before anything is timed.
+Features are random; the encoder is not part of it.
 """
 
 import argparse
@@ -19,8 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.measure import environment, medians, spread, take_turns
-from benchmarks.quantities import CLASSES, count_operators
+from benchmarks.measure import (
+    CLASSES,
+    add_timing_options,
+    environment,
+    medians,
+    spread,
+    take_turns,
+)
 from uno.config import Config, override
 from uno.data.sampling import make_plan
 from uno.model import Logits, build_network
@@ -144,13 +150,7 @@ def main() -> None:
         "--presets", nargs="+", default=["cifar10", "cifar100_20", "imagenet"]
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--batch", type=int, default=512)
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument(
-        "--clock", choices=["wall", "cpu"], default="wall", help="cpu on a busy machine"
-    )
+    add_timing_options(parser, batch=512, repeats=15, threads=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     row = {
@@ -171,18 +171,13 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     }
     seconds = take_turns(methods, options.repeats, options.device, options.clock)
     middle, spreads = medians(seconds), spread(seconds)
-    calls = {
-        method: count_operators(run, options.device) for method, run in methods.items()
-    }
     return {
         part: {
             "speedup": round(middle[f"looped {part}"] / middle[f"ours {part}"], 2),
-            "fewer_calls": round(calls[f"looped {part}"] / calls[f"ours {part}"], 1),
             **{
                 way: {
                     "ms": round(1000 * middle[f"{way} {part}"], 3),
                     "spread": spreads[f"{way} {part}"],
-                    "calls": calls[f"{way} {part}"],
                 }
                 for way in ("ours", "looped")
             },

@@ -1,7 +1,7 @@
 """Measure images/s of ``uno predict``, and of a PyTorch loop over a DataLoader.
 
     python -m benchmarks.predict --rows 2000 --repeats 3
-    python -m benchmarks.predict --rows 8000 --workers 1 2 4 --latency-ms 50
+    python -m benchmarks.predict --rows 8000 --workers 1 2 4
 
 Each prints one JSON row. Source: CIFAR10-JPEG, a Parquet file of JPEGs (``--data``);
 model: a ResNet18 with the stem for small images, random weights. The plain loop is what
@@ -10,11 +10,6 @@ batches of 256, ``inference_mode``, the same network. All read the same rows on 
 cores and take turns (A B A B); ours also writes its table. ``--workers`` adds a turn
 for each number of Ray actors, whose start is in its time; that of Ray itself is
 ``ray_start_s``.
-
-With ``--latency-ms`` the rows are shards on an S3 server on this machine, which waits
-so long before each answer, and the predictions are written there. Only Ray's turns are
-measured then, with the small network of the digits on images of 8 pixels, so that
-storage takes most of the time.
 """
 
 import argparse
@@ -31,15 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.fs
 import pyarrow.parquet as pq
 import torch
 from PIL import Image
 from torch import Tensor, nn
 
 from benchmarks.measure import environment, medians, spread, take_turns
-from tests.s3 import BUCKET, make_bucket, store
 from uno.config import override
 from uno.data.files import Storage
 from uno.data.sources import read_rows
@@ -101,9 +93,9 @@ def plain_loop(model: nn.Module, data: Jpegs) -> Tensor:
         return torch.cat([model(images).argmax(dim=-1) for images in loader])
 
 
-def write_run(folder: Path, name: str) -> Storage:
-    """Write an untrained model of a preset as a run directory, and return it."""
-    config = override(preset(name), {"data.source": "digits"})
+def write_run(folder: Path) -> Storage:
+    """Write an untrained ResNet18 as a run directory, and return it."""
+    config = override(preset("cifar10"), {"data.source": "digits"})
     model, storage = build_network(config, 5, 5, seed=0), Storage(str(folder / "run"))
     save_model(config, storage, model, 0, [str(i) for i in range(5)])
     return storage
@@ -122,9 +114,6 @@ def main() -> int:
     parser.add_argument(
         "--workers", type=int, nargs="+", default=[], help="numbers of Ray actors"
     )
-    parser.add_argument(
-        "--latency-ms", type=float, default=0, help="of storage; needs --workers"
-    )
     options = parser.parse_args()
     if not options.data.exists():
         print(f"skipped: no {options.data}", file=sys.stderr)
@@ -135,16 +124,6 @@ def main() -> int:
     return 0
 
 
-def upload(table: pa.Table) -> str:
-    """Write shards of 512 rows to the S3 server, and return the source's name."""
-    make_bucket()
-    files, _ = pyarrow.fs.FileSystem.from_uri(f"s3://{BUCKET}/data")
-    for start in range(0, len(table), 512):
-        shard = table.slice(start, 512)
-        pq.write_table(shard, f"{BUCKET}/data/{start:06d}.parquet", filesystem=files)
-    return f"parquet:s3://{BUCKET}/data"
-
-
 def measure(
     options: argparse.Namespace, folder: Path, stack: ExitStack
 ) -> dict[str, Any]:
@@ -153,18 +132,12 @@ def measure(
     Args:
         options: The options of the command line.
         folder: A folder for the model and the predictions.
-        stack: Ends the S3 server and Ray.
+        stack: Ends Ray.
     """
-    source, output = str(options.data), str(folder / "out")
-    if options.latency_ms:
-        environment_of_clients, _ = stack.enter_context(store(options.latency_ms))
-        os.environ.update(environment_of_clients)
-        source = upload(pq.read_table(options.data).slice(0, options.rows))
-        output = f"s3://{BUCKET}/out"
-    name = "digits" if options.latency_ms else "cifar10"
-    data_config = override(preset("cifar10"), {"data.source": source}).data
+    output = str(folder / "out")
+    data_config = override(preset("cifar10"), {"data.source": str(options.data)}).data
     rows = read_rows(data_config).take(np.arange(options.rows))
-    run = write_run(folder, name)
+    run = write_run(folder)
     model = load_classifier(run)
     found: dict[str, Any] = {}
 
@@ -177,15 +150,13 @@ def measure(
         predict_rows(model, writer())
         found["uno"] = pq.read_table(output)["class_index"].to_numpy()
 
-    methods: dict[str, Callable[[], None]] = {}
-    if not options.latency_ms:
-        normalization = map(
-            torch.tensor, (model.config.data.mean, model.config.data.std)
-        )
-        images = Jpegs([rows.images[i] for i in range(len(rows))], *normalization)
-        plain = Plain(build_network(model.config, 5, 5, seed=0)).eval()
-        methods["plain"] = lambda: found.update(plain=plain_loop(plain, images))
-        methods["uno --workers 0"] = here
+    normalization = map(torch.tensor, (model.config.data.mean, model.config.data.std))
+    images = Jpegs([rows.images[i] for i in range(len(rows))], *normalization)
+    plain = Plain(build_network(model.config, 5, 5, seed=0)).eval()
+    methods: dict[str, Callable[[], None]] = {
+        "plain": lambda: found.update(plain=plain_loop(plain, images)),
+        "uno --workers 0": here,
+    }
     extra: dict[str, Any] = {}
     if options.workers:
         from pipelines import ray_env
@@ -207,9 +178,7 @@ def measure(
             methods[f"uno --workers {workers}"] = partial(on_ray, workers)
     seconds = take_turns(methods, options.repeats)
     middle = medians(seconds)
-    if found:
-        extra["same_class"] = float((found["plain"].numpy() == found["uno"]).mean())
-    first = next(iter(middle.values()))
+    extra["same_class"] = float((found["plain"].numpy() == found["uno"]).mean())
     return {
         "question": "images/s of uno predict",
         "command": f"python -m benchmarks.predict {' '.join(sys.argv[1:])}".strip(),
@@ -220,7 +189,9 @@ def measure(
         "images_per_s": {
             name: round(len(rows) / value, 1) for name, value in middle.items()
         },
-        "speedup": {name: round(first / value, 3) for name, value in middle.items()},
+        "speedup": {
+            name: round(middle["plain"] / value, 3) for name, value in middle.items()
+        },
         "spread": spread(seconds),
         "seconds": {
             name: [round(value, 3) for value in values]

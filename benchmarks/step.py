@@ -20,8 +20,15 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.measure import environment, medians, spread, take_turns
-from benchmarks.quantities import CLASSES, limits
+from benchmarks.measure import (
+    CLASSES,
+    add_timing_options,
+    environment,
+    limits,
+    medians,
+    spread,
+    take_turns,
+)
 from uno.augment import augment
 from uno.config import Config, override
 from uno.data.decode import decode_many, ok_mask
@@ -45,13 +52,7 @@ def main() -> None:
         "--data",
         help="a source such as parquet:DIR; random images where it is not given",
     )
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument(
-        "--clock", choices=["wall", "cpu"], default="wall", help="cpu on a busy machine"
-    )
+    add_timing_options(parser, batch=64, repeats=7, threads=2)
     parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16")
     parser.add_argument(
         "--compile", action="store_true", help="torch.compile the encoder of the step"

@@ -37,6 +37,7 @@ import torch.nn.functional as F
 from scipy.stats import spearmanr
 from torch import Tensor
 
+from benchmarks.measure import append_rows
 from uno.clustering.frozen import (
     SPECTRAL,
     Clustering,
@@ -181,13 +182,7 @@ def run_set(file: Path, encoder: str, known: Path | None, output: Path) -> None:
             if key_of(row) in done:
                 continue
             task = make_task(features, names, classes, num_known, setting, number)
-            row |= measure(task, seed)
-            is_new = not output.exists()
-            with output.open("a", newline="") as stream:
-                writer = csv.DictWriter(stream, COLUMNS)
-                if is_new:
-                    writer.writeheader()
-                writer.writerow(row)
+            append_rows(output, COLUMNS, [row | measure(task, seed)])
     print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
 
 

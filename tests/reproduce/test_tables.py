@@ -12,8 +12,6 @@ from pathlib import Path
 from threading import Thread
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -34,6 +32,7 @@ from tests.forked import forked
 from tests.pipelines.small import SMALL, wait_for, write_images
 from uno.config import Config, dump_yaml, override
 from uno.data import features
+from uno.data.embeddings import given_vectors
 from uno.data.files import Storage
 from uno.encoders.build import build_encoder
 from uno.errors import ConfigError, Interrupted
@@ -330,27 +329,11 @@ def own_request(frozen_request, tmp_path):
     write_images(tmp_path / "My Photos", dict.fromkeys("abcdef", 12))
     (tmp_path / "known.txt").write_text("a\nb\nc\nd\n")
     frozen_request()  # the encoder's file
-    words = [
-        "--data",
-        "My Photos",
-        "--known-classes",
-        "known.txt",
-        "--preset",
-        "photos",
-        "--image-size",
-        "8",
-    ]
-    words += [
-        "--model.encoder",
-        "resnet_small",
-        "--model.width",
-        "4",
-        "--weights",
-        "encoder.safetensors",
-    ]
-    return lambda name, *more: request(
-        [name, *words, "--compute.cache", "cache", "--seeds", "1", *more]
-    )
+    words = ["--data", "My Photos", "--known-classes", "known.txt", "--seeds", "1"]
+    words += ["--preset", "photos", "--image-size", "8", "--compute.cache", "cache"]
+    words += ["--model.encoder", "resnet_small", "--model.width", "4"]
+    words += ["--weights", "encoder.safetensors"]
+    return lambda name, *more: request([name, *words, *more])
 
 
 def test_a_table_on_ones_own_images(own_request, tmp_path):
@@ -367,18 +350,12 @@ def test_a_table_on_ones_own_images(own_request, tmp_path):
     assert asked.table.benchmarks[0].name == "My Photos (4 / 2)"
     assert asked.output == Path("runs/reproduce-sota-my-photos").absolute()
     for key, config in found.items():
-        assert (
-            config.data.source == str(tmp_path / "My Photos")
-            and config.data.setting == "ncd"
-        )
-        assert (
-            config.data.known_classes == str(tmp_path / "known.txt")
-            and config.data.validation_fraction == 0.1
-        )
-        assert (config.discover.epochs, config.train.batch_size) == (
-            2,
-            66,
-        ) and config.output is None
+        data = config.data
+        assert data.source == str(tmp_path / "My Photos")
+        assert data.known_classes == str(tmp_path / "known.txt")
+        assert (data.setting, data.validation_fraction) == ("ncd", 0.1)
+        assert (config.discover.epochs, config.train.batch_size) == (2, 66)
+        assert config.output is None
         ours = config.method == "uno"
         assert config.model.prototype_init == ("kmeans" if ours else "random"), key
         assert config.objective.class_prior == ("kmeans" if ours else None)
@@ -397,60 +374,24 @@ def test_a_table_on_ones_own_images(own_request, tmp_path):
         < found["rs"].discover.base_lr
     )
     assert {cell.config.discover.base_lr for cell in request(["sota"]).cells} == {0.1}
-    rs = own_request(
-        "sota",
-        "--model.prototype_init",
-        "random",
-        "--discover.base-lr",
-        "0.5",
-        "--rows",
-        "rs",
-    ).cells[0]
-    assert (rs.config.model.prototype_init, rs.config.discover.base_lr) == (
-        "random",
-        0.5,
-    )
+    words = ["--model.prototype_init", "random", "--discover.base-lr", "0.5"]
+    rs = own_request("sota", *words, "--rows", "rs").cells[0].config
+    assert (rs.model.prototype_init, rs.discover.base_lr) == ("random", 0.5)
 
 
 def test_a_table_on_vectors(tmp_path):
     """Which need no weights. Kills: an encoder's file asked for, a cell that cannot
     find the vectors.
     """
-    rows = np.random.default_rng(0).normal(size=(60, 4)).astype(np.float32)
-    labels = [f"c{i % 6}" for i in range(60)]
-    table = pa.table(
-        {"id": [str(i) for i in range(60)], "label": labels, "embedding": list(rows)}
-    )
-    pq.write_table(table, tmp_path / "rows.parquet")
-    words = [
-        "sota",
-        "--data",
-        f"vectors:{tmp_path}/rows.parquet",
-        "--known-classes",
-        "first:4",
-        "--seeds",
-        "1",
-    ]
-    asked = request(
-        [
-            *words,
-            "--rows",
-            "clustering",
-            "kmeans",
-            "--seeds",
-            "1",
-            "--output",
-            str(tmp_path / "out"),
-        ]
-    )
-    assert [cell.row.key for cell in asked.cells] == [
-        "clustering",
-        "uno",
-    ] and not asked.refused
-    assert all(
-        cell.config.data.source == f"vectors:{tmp_path}/rows.parquet"
-        for cell in asked.cells
-    )
+    values = np.random.default_rng(0).normal(size=(60, 4))
+    given_vectors(values, np.arange(60) % 6).store(f"{tmp_path}/rows.parquet")
+    source = f"vectors:{tmp_path}/rows.parquet"
+    words = ["sota", "--data", source, "--known-classes", "first:4", "--seeds", "1"]
+    words += ["--rows", "clustering", "kmeans", "--output", f"{tmp_path}/out"]
+    asked = request(words)
+    assert [cell.row.key for cell in asked.cells] == ["clustering", "uno"]
+    assert not asked.refused
+    assert {cell.config.data.source for cell in asked.cells} == {source}
     assert [job.needs for job in tables.plan(asked)][1:] == [asked.cells[0].start] * 2
 
 
@@ -463,26 +404,24 @@ def test_rows_that_own_images_refuse_are_told(own_request):
         "my-photos-rs-plus-rotation",
     }
     assert "pretext.epochs must be 0" in asked.refused["my-photos-uno-rotation"]
-    with pytest.raises(
-        ConfigError, match="unknown-k chooses classes of the paper's data"
-    ):
-        own_request("unknown-k")
-    with pytest.raises(ConfigError, match="give either --data or --cifar10"):
-        own_request("sota", "--cifar10", "x")
-    with pytest.raises(ConfigError, match=r"data\.source is set by the table"):
-        own_request("sota", "--data", "digits")
-    with pytest.raises(ConfigError, match="epsilon"):
-        own_request("sota", "--objective.epsilon", "-1")
-    unknown = [
-        "--known-classes",
-        "None",
-        "--labeled",
-        "My Photos",
-        "--unlabeled",
-        "My Photos/a",
-    ]
-    with pytest.raises(ConfigError, match="give either --data or --labeled"):
-        own_request("sota", *unknown)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("unknown-k", "unknown-k chooses classes of the paper's data"),
+        ("sota --cifar10 x", "give either --data or --cifar10"),
+        ("sota --data digits", "data.source is set by the table"),
+        ("sota --objective.epsilon -1", "epsilon"),
+        (
+            "sota --known-classes None --labeled known --unlabeled new",
+            "give either --data or --labeled",
+        ),
+    ],
+)
+def test_mistakes_about_own_images_are_refused(own_request, words, message):
+    with pytest.raises(ConfigError, match=message):
+        own_request(*words.split())
 
 
 def test_images_without_truth_cannot_be_counted(own_request, tmp_path):
