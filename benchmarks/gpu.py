@@ -512,6 +512,7 @@ def measure_streamed(
         images_per_s_in_memory=round(in_memory),
         share_of_in_memory=round(with_training / in_memory, 3),
         threads=available_cpus(),
+        **decoded_on_device(files, device),
     )
 
 
@@ -555,6 +556,24 @@ def images_per_s(
         step += 1
     wait(device)
     return (step - first - 2) * batch / (time.perf_counter() - start)
+
+
+def decoded_on_device(files: list[Path], device: torch.device) -> dict[str, Any]:
+    """What torchvision's decoder on the GPU would give, images/s, or why not."""
+    if device.type != "cuda":
+        return {}
+    from torchvision.io import ImageReadMode, decode_jpeg, read_file
+
+    encoded = [read_file(str(file)) for file in files] * (256 // len(files) + 1)
+
+    def decode() -> None:
+        decode_jpeg(encoded[:256], mode=ImageReadMode.RGB, device=device)
+
+    try:
+        seconds, _ = seconds_a_call(decode, device, 2.0)
+    except RuntimeError as error:
+        return {"gpu_decoder": str(error)[:200]}
+    return {"images_per_s_gpu_decoder": round(256 / seconds)}
 
 
 # Whole runs
