@@ -31,7 +31,7 @@ SMALL = [
 ]
 # 240 steps of discovery: time enough to be killed
 LONG = [*SMALL, "--discover.epochs", "40"]
-# 72 steps of discovery: for a kill that comes with the first checkpoint
+# 72 steps of discovery
 SHORT = [*SMALL, "--discover.epochs", "12"]
 INTERVAL = 6  # steps between checkpoints
 

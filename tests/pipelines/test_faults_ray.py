@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from pipelines import cli
-from tests.pipelines.small import SHORT, assert_as_undisturbed, wait_for
+from tests.pipelines.small import LONG, assert_as_undisturbed, wait_for
 from tests.processes import running
 from uno.data.files import Storage
 from uno.runs.checkpoint import checkpoint_steps
@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 
-def test_a_killed_worker_is_replaced(short, tmp_path, caplog):
+def test_a_killed_worker_is_replaced(two, tmp_path, caplog):
     """The run ends with the weights of an undisturbed one."""
     run = tmp_path / "run"
 
@@ -35,10 +35,10 @@ def test_a_killed_worker_is_replaced(short, tmp_path, caplog):
 
     killer = threading.Thread(target=kill_a_worker)
     killer.start()
-    assert cli.main(["demo", *SHORT, "--output", str(run)]) == 0
+    assert cli.main(["demo", *LONG, "--output", str(run)]) == 0
     killer.join()
     assert (
         "workers died (a worker process or its node was lost); new ones resume"
         in caplog.text
     )
-    assert_as_undisturbed(run, short)
+    assert_as_undisturbed(run, two)

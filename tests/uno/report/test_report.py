@@ -291,7 +291,6 @@ def test_names_edited_in_the_page_are_applied(tmp_path, monkeypatch):
     for edits, says in (
         ([(0, " ")], "needs a name"),
         ([(0, "novel-2")], "Two classes"),
-        ([(0, "rejected")], "is what"),
         ([(3, "5"), (1, "drop")], "itself merged or dropped"),
         ([(0, "x"), (0, "novel-1")], "Nothing"),
     ):

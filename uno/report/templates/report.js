@@ -135,7 +135,6 @@
         const name = nameOf(c), action = actionOf(c);
         if (!name || [...name].length > 300) return "Every class needs a name of 1 to 300 characters.";
         if (action !== "keep") continue;
-        if (name === "rejected") return "“rejected” is what the images of dropped classes are called.";
         if (names.has(name)) return `Two classes are named “${name}”: merge one into the other, or rename it.`;
         names.set(name, c);
       }
