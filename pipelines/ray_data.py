@@ -298,11 +298,15 @@ def decode_block(
 
 
 def _pixel_table(pixels: np.ndarray, reasons: list[str | None]) -> pa.Table:
-    """Return pixels and reasons as an Arrow table with these two columns.
+    """Return decoded images as an Arrow table with the columns pixels and reason.
 
     Args:
         pixels: uint8 (n, row_bytes), the bytes of each image or of its views.
         reasons: For each of the n images why it cannot be read, or None.
+
+    Returns:
+        A table of n rows: ``pixels`` is binary of ``row_bytes`` bytes, ``reason`` is
+        text or null.
     """
     return pa.table(
         {"pixels": pixel_column(pixels), "reason": pa.array(reasons, pa.string())}

@@ -31,29 +31,38 @@ CPUS = 2  # of each node: a run goes on after the loss of one
 LIMIT_S = 900.0  # a run that takes longer is ended, which is a fault
 
 
-def kill_worker(nodes: Raylets, command: Command) -> None:
-    """Kill a training worker, the next one that starts if none runs at the moment."""
+def kill_worker(nodes: Raylets, command: Command) -> bool:
+    """Kill a training worker, the next one that starts if none runs at the moment.
+
+    Returns:
+        Whether one was killed. None is if the command ends before another one starts.
+    """
     workers: list[int] = []
     while command.code is None and not workers:
         workers = nodes.processes_of("ray::RayTrainWorker")
         time.sleep(0.1)
-    for pid in workers[:1]:
-        os.kill(pid, signal.SIGKILL)
+    try:
+        for pid in workers[:1]:
+            os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:  # it has just ended
+        return False
+    return bool(workers)
 
 
-def kill_node(nodes: Raylets, command: Command) -> None:
-    """Kill the raylet of a node, which another node replaces."""
+def kill_node(nodes: Raylets, command: Command) -> bool:
+    """Kill the raylet of a node, which another node replaces, and return True."""
     nodes.lose()
     nodes.join(CPUS)
+    return True
 
 
-def kill_driver(nodes: Raylets, command: Command) -> None:
-    """Kill the command."""
+def kill_driver(nodes: Raylets, command: Command) -> bool:
+    """Kill the command, and return whether it had not ended before."""
     command.kill()
-    command.end()
+    return command.end() == -signal.SIGKILL
 
 
-KILLS: dict[str, Callable[[Raylets, Command], None]] = {
+KILLS: dict[str, Callable[[Raylets, Command], bool]] = {
     "worker": kill_worker,
     "node": kill_node,
     "driver": kill_driver,
@@ -109,9 +118,8 @@ def disturb(
         while command.code is None and len(moments) < num_kills:
             moment = chance.uniform(0, 2 * mean)
             wait_for_end(command, moment)
-            if command.code is None:
+            if command.code is None and KILLS[kind](nodes, command):
                 moments.append(moment)
-                KILLS[kind](nodes, command)
         was_killed = command.end(LIMIT_S) == -signal.SIGKILL and kind == "driver"
         if command.code != Interrupted.exit_code and not was_killed:
             break

@@ -316,6 +316,10 @@ class Health:
     def is_lost(self, state: TrainState) -> bool:
         """Return whether training must be rolled back to the newest checkpoint.
 
+        It must if the state has a value that is not finite, or if more than
+        :data:`MAX_SKIPPED_STEPS` steps were skipped since the last call that saw no new
+        one. A step is skipped if a gradient is not finite.
+
         All ranks must call this, and get the same answer. This synchronizes the device.
         A warning is logged if steps were skipped since the last call.
 

@@ -64,6 +64,13 @@ def test_every_field_of_a_node_is_one_of_ec2(name):
     _, head, workers = nodes(name)
     for kind in (head, *workers.values()):
         assert refusals(asked(kind), shape) == ""
+    for wrong in (
+        {"IamInstanceProfile": 5},
+        {"Placements": {}},
+        {"Placement": {"Group": "uno"}},
+        {"BlockDeviceMappings": [{"Ebs": {"VolumeSize": "200 GB"}}]},
+    ):
+        assert refusals(asked(head) | wrong, shape) != ""
 
 
 @pytest.mark.parametrize("name", AWS_FILES)
@@ -213,8 +220,17 @@ def test_the_kubernetes_manifest_has_the_keys_of_its_api():
     }
     assert cluster["rayVersion"] == RAY_VERSION
     (workers,) = cluster["workerGroupSpecs"]
+    assert workers["minReplicas"] <= workers["replicas"] <= workers["maxReplicas"]
     assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
     pod = workers["template"]["spec"]
+    resources = pod["containers"][0]["resources"]
+    (toleration,) = pod["tolerations"]
+    assert toleration == {
+        "key": "nvidia.com/gpu",
+        "operator": "Exists",
+        "effect": "NoSchedule",
+    }
+    assert resources["limits"]["nvidia.com/gpu"] == 1
     # true without quotes is refused
     assert all(isinstance(v, str) for v in pod["nodeSelector"].values())
     for group in (cluster["headGroupSpec"], workers):

@@ -506,3 +506,15 @@ def test_numbers_out_of_range_stop_with_code_3(tmp_path, capsys, monkeypatch):
     assert cli.main([*DISCOVER, "--output", str(tmp_path / "run")]) == 3
     err = capsys.readouterr().err.splitlines()[-1]
     assert err.startswith("uno: error: non-finite loss at pretrain step")
+
+
+def test_storage_that_cannot_be_written_is_code_4(tmp_path, capsys):
+    argv = ["pretrain", *SMALL, "--max-steps", "1", "--output", str(tmp_path)]
+    assert cli.main(argv) == 0
+    shutil.rmtree(tmp_path / "checkpoints")
+    (tmp_path / "checkpoints").write_text("in the way")
+    capsys.readouterr()
+    assert cli.main(argv) == 4
+    assert (
+        capsys.readouterr().err.splitlines()[-1].startswith("uno: error: cannot write ")
+    )

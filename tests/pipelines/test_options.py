@@ -117,7 +117,17 @@ def test_each_layer_overrides_the_one_before(file):
         ("", "digits"),
     ],
 )
-def test_the_settings_alone_decide_the_preset(argv, name):
+@pytest.mark.parametrize("at_hand", [True, False])
+def test_the_settings_alone_decide_the_preset(
+    argv, at_hand, name, monkeypatch, tmp_path
+):
+    """Weights that torchvision has downloaded before change nothing."""
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    if at_hand:
+        (tmp_path / "hub" / "checkpoints").mkdir(parents=True)
+        (
+            tmp_path / "hub" / "checkpoints" / "efficientnet_b0_rwightman-7f5810bc.pth"
+        ).touch()
     assert config(*argv.split()).preset == name
 
 

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from tensorboardX.proto.event_pb2 import Event
 
 from pipelines.commands import DISCOVER
 from pipelines.options import parse
@@ -12,6 +13,7 @@ from tune import driver, records, report
 from tune.spaces import current, load_space
 from tune.sweep import main
 from uno.config import differing_keys, override, to_dict
+from uno.data.files import Storage
 from uno.errors import ConfigError
 from uno.presets import preset
 from uno.runs import lock
@@ -56,6 +58,18 @@ def trials(options):
         },
         {"overrides": VALUES, "scores": [0.5]},
     ]
+
+
+def events(storage: Storage, phase: str) -> list[Event]:
+    """Return the events of TensorBoard in one directory, in order of its files."""
+    found = []
+    for name in sorted(storage.list(f"tensorboard/{phase}")):
+        data = storage.read(f"tensorboard/{phase}/{name}")
+        while data:  # length (8), checksum (4), event, checksum (4)
+            size = int.from_bytes(data[:8], "little")
+            found.append(Event.FromString(data[12 : 12 + size]))
+            data = data[16 + size :]
+    return found
 
 
 @pytest.fixture
@@ -204,5 +218,16 @@ def test_tensorboard_and_jsonl_have_one_run_a_trial_and_the_best_is_marked(
         assert lines[best]["values"] == summary.best.overrides
         assert lines[best]["epochs"] == summary.best.epochs
         for trial in summary.trials:
-            name = records.trial_name(trial.index)
-            assert storage.list(f"{name}/tensorboard/results")
+            folder = records.PartStorage(storage, records.trial_name(trial.index))
+            told = [
+                (phase, event.step, value.tag, value.simple_value)
+                for phase in folder.list("tensorboard")
+                for event in events(folder, phase)
+                for value in event.summary.value
+            ]
+            # the last value of a step is the one that TensorBoard shows
+            found = {(phase, step, tag): value for phase, step, tag, value in told}
+            assert found["results", 0, "best"] == (trial.index == best)
+            for line in trial.epochs:
+                score = found["tune", line["epoch"], "score"]
+                assert score == pytest.approx(line["score"])

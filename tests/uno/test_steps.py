@@ -134,6 +134,18 @@ def test_loss_is_the_mean_of_both_families_and_all_heads(overcluster_factor):
     )
 
 
+def test_prototypes_are_normalized_before_the_forward():
+    """Kills: normalizing after the step, or only some families."""
+    batch, losses = batches_of(CONFIG)(0), []
+    for scale in (1, 3):
+        state = fresh_state(CONFIG)
+        with torch.no_grad():
+            for head in (state.model.known, state.model.novel, state.model.over):
+                head.weight.mul_(scale)
+        losses.append(float(discovery_step(state, batch, CONFIG, 0.1)))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
 def test_unlabeled_rows_of_a_mixed_pile_choose_among_all_outputs():
     """The prior's length says so. Kills: targets over novel outputs, known cosines of
     small views or labeled rows, a prior for the wrong family, what novel classes have

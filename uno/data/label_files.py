@@ -156,8 +156,11 @@ def match_images(
 ) -> dict[str, int]:
     """Find the rows of the images that a file names.
 
-    An image is named by the id of its row. Otherwise it is named by a path that ends as
-    the id or the path of only one row, which no other image names.
+    A name in the file means the row whose id it is. If there is none, the name and the
+    ids and paths of rows are compared as paths from their end: it means the row whose
+    id or path ends with the name, or with whose id or path the name ends. If this holds
+    for several rows, or for a row that another image of the file means already, the
+    image is not found. Files are also known by the name that Label Studio gives them.
 
     Args:
         images: The names of images in the file.

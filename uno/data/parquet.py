@@ -575,10 +575,16 @@ def plain_type(kind: Any) -> Any:
 
 
 def without_views(table: Any) -> Any:
-    """Cast the columns of an Arrow table or batch that have a view type.
+    """Cast columns of Arrow's view types to the types that most tools read.
 
-    View types are Arrow's newer types of text and bytes, see :data:`VIEWS`. Other
-    columns stay as they are.
+    A column of type ``string_view`` becomes ``large_string``, and ``binary_view``
+    becomes ``large_binary``. Other columns stay as they are.
+
+    Args:
+        table: A ``pyarrow.Table`` or ``pyarrow.RecordBatch``.
+
+    Returns:
+        A table or batch with the same columns and rows.
     """
     for i, field in enumerate(table.schema):
         if field.type in VIEWS:

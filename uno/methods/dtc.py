@@ -155,8 +155,10 @@ class Dtc(Method):
 
         q are the cluster probabilities of a row, and p its sharpened target. The loss
         is KL(p || q), plus the squared difference of q under two views with a rising
-        weight. The q of view 0 is stored for each row in ``state.extra``. The targets
-        are updated at the end of the warm-up and then after each ``update_interval``.
+        weight, which is 0 in the warm-up. The q of view 0 is stored for each row in
+        ``state.extra``. The targets p are computed from the stored q at the end of the
+        warm-up, and then again after each ``update_interval``, a share of all steps of
+        the phase.
 
         Args:
             state: The state of training, with the model, q and p.

@@ -22,8 +22,10 @@ from uno.steps import Batch, Loss, TrainState, forward
 def extended_objective(state: TrainState, batch: Batch, config: Config) -> Loss:
     """Compute UNO's unified objective with added terms and a queue for Sinkhorn.
 
-    The configuration says which terms are added (IIC, rKD), and whether pseudo-labels
-    see rows of earlier batches in a queue. Without any of them the result is that of
+    The configuration says which terms are added: invariant information clustering (IIC)
+    and relational knowledge distillation (rKD). It also says whether Sinkhorn's equal
+    shares hold for the rows of the batch alone, or for them and the rows of earlier
+    batches in a queue. Without any of them the result is that of
     :func:`uno.objective.unified_objective`.
 
     Args:

@@ -60,7 +60,12 @@ class RunData:
         return any(entry.get("step", 0) for entry in self.journal)
 
     def head_losses(self) -> list[list[float]]:
-        """Return the cluster loss of each head: a list of losses for each epoch."""
+        """Return the cluster loss of each head in each logged line of discovery.
+
+        Returns:
+            A list for each line, in order, with one loss for each head. Lines with
+            another number of heads than the last one are left out.
+        """
         losses = [entry.get("head_losses") for entry in self.entries("discover")]
         rows = [
             row for row in losses if isinstance(row, list) and all(map(is_number, row))

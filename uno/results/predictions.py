@@ -535,7 +535,8 @@ class PredictionWriter:
     def _find_stored(self) -> set[int]:
         """Find the partitions whose files belong to these predictions.
 
-        All other files in the folder are deleted.
+        All other files in the folder are deleted, except for the mark of the
+        predictions (:data:`MARK`).
 
         Returns:
             The numbers of the partitions.

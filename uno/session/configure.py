@@ -167,9 +167,11 @@ def list_layers(
 def _values_for_source(given: Mapping[str, Any], preset: Values) -> Values:
     """Return the defaults that depend on whose data the user names.
 
-    The known classes of a preset belong to its data set. They are dropped for another
-    kind of source, because hiding labels of another data set would be a silent mistake.
-    Labeled rows of the user's own data are held out for validation.
+    The known classes of a preset belong to its data set. They are dropped if the user
+    gives ``data.labeled``, or a source of another kind than the preset's, because
+    hiding labels of another data set would be a silent mistake. Independently of this,
+    a share of the labeled rows is held out for validation if the data is the user's
+    own and not a benchmark's.
 
     Args:
         given: The dotted keys that the user has set, with their values.

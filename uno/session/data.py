@@ -263,7 +263,7 @@ def load_features(
     should_stop: Callable[[], bool] = lambda: False,
     compute: Compute = compute_local,
 ) -> tuple[Tensor, list[str | None]]:
-    """Return the features of all rows under a frozen encoder.
+    """Return the features that a frozen encoder gives to all rows.
 
     Features in the cache are read, and the others are computed and cached. If the
     source holds vectors, they are the features, and nothing is computed. A warning is
@@ -279,11 +279,12 @@ def load_features(
             default in threads of this process.
 
     Returns:
-        D features of the N rows, float32 (N, 1 + V, D): first the evaluation view (the
-        image without augmentation), then V random views, with V
-        ``augment.num_cached_views``. They are zeros for rows that cannot be read, and
-        for the random views of test rows. If the source holds vectors, they are its
-        views. For each row the reason why it cannot be read, or None.
+        The features of the N rows, float32 (N, 1 + V, D): for each row first those of
+        the evaluation view (the image without augmentation), then those of V random
+        views, with V ``augment.num_cached_views``. They are zeros for rows that cannot
+        be read, and for the random views of test rows. If the source holds vectors,
+        these are the features, and V is the number of further views that it has.
+        And for each row the reason why it cannot be read, or None.
 
     Raises:
         ConfigError: The encoder has no weights.

@@ -339,9 +339,10 @@ def _derive_image_size(
     """Derive the sizes of images in pixels, and the encoder's stem.
 
     The size is the median of the images' shorter sides, down to a multiple of 4,
-    between 8 and the limit of :data:`MOST_PIXELS`. If the user gave one of the sizes of
-    the large view and of the stored images, the other becomes equal. Nothing is derived
-    if the user gave both, or if the encoder is a library's or has weights.
+    between 8 and the limit of :data:`MOST_PIXELS`. If the user gave the size of the
+    large view or that of the stored images, both get this size, that of the view if
+    both were given; the caller drops the keys that the user gave. Nothing is derived if
+    the encoder is a library's or has weights.
 
     Args:
         config: The configuration so far.
@@ -349,8 +350,8 @@ def _derive_image_size(
         task: The rows of the run.
 
     Returns:
-        Values by dotted key, and a line for the user. Both are empty if nothing is
-        derived.
+        Values by dotted key, empty if nothing is derived; and a line for the user,
+        which is "" unless the size follows from the images.
     """
     if config.model.weights is not None or config.model.encoder not in OWN_ENCODERS:
         return {}, ""

@@ -377,7 +377,8 @@ def describe_run(config: Config, phases: tuple[str, ...]) -> Iterator[str]:
 
     Yields:
         Lines for the console: the encoder with its weights, the epochs of each phase,
-        and a hint if no pretrained weights are used.
+        and a hint to use pretrained weights if there are none and the data is the
+        user's own.
     """
     model = config.model
     size = "vectors" if model.takes_vectors else f"{features.side(config)} px"

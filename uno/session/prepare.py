@@ -52,9 +52,13 @@ def open_run(
 ) -> Run:
     """Complete the configuration of a run, read its rows and examine its directory.
 
-    Nothing is written into the directory, with one exception: a former run, which a
-    killed command with ``--overwrite`` has set aside, is moved back. If the number of
-    novel classes is "auto", it is estimated here.
+    If the directory holds a run that is not overwritten, the settings that were derived
+    for it are kept. Otherwise the data decides them, and a number of novel classes of
+    "auto" is estimated here, with its own directory ``OUTPUT-estimate``. The rows are
+    read, except in a dry run of a run that is stored.
+
+    Nothing is written into the directory of the run, with one exception: a former run,
+    which a killed command with ``--overwrite`` has set aside, is moved back.
 
     Args:
         config: The configuration before the data is read, from
