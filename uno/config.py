@@ -258,8 +258,10 @@ class DataConfig(Section):
 
         Raises:
             ValueError: ``labeled`` or ``unlabeled`` is given without the other, a
-                standard deviation is not positive, ``columns`` has an unknown or
-                repeated name, or ``image_suffix`` has no dot.
+                standard deviation is not positive, the lower end of ``value_range`` is
+                not below the upper one, ``columns`` has an unknown or repeated name or
+                an entry without the user's name, or ``image_suffix`` does not begin
+                with a dot.
         """
         if (self.labeled is None) != (self.unlabeled is None):
             raise ValueError("labeled and unlabeled must be given together")
@@ -288,7 +290,8 @@ class DataConfig(Section):
 
         They are read from the field ``columns``, where ``path`` means ``image``. For
         example ``path=file,label=kind`` gives ``{"image": "file", "label": "kind"}``.
-        Columns that are not renamed are left out.
+        Columns that are not renamed are left out, so the mapping is empty if
+        ``columns`` is None.
         """
         return {
             "image" if ours == "path" else ours: theirs
@@ -301,7 +304,8 @@ class DataConfig(Section):
 
         They are in the order of the field ``columns``: ``path=file,label=kind`` gives
         ``[("path", "file"), ("label", "kind")]``. They are not checked: an entry
-        without ``=`` has '' as the user's name.
+        without ``=`` has '' as the user's name. Surrounding spaces are removed, and
+        empty entries are left out. The list is empty if ``columns`` is None.
         """
         pairs = (
             pair.partition("=")
@@ -389,7 +393,7 @@ class ViewConfig(Section):
 
         Raises:
             ValueError: The lower end of a range is not positive or exceeds the upper
-                end, or a crop is larger than the image.
+                end, or the upper end of ``crop_scale`` exceeds 1.
         """
         for name in ("crop_scale", "affine_scale", "blur_sigma"):
             low, high = getattr(self, name)
@@ -539,13 +543,15 @@ class ModelConfig(Section):
     @field_validator("encoder")
     @classmethod
     def _check_encoder(cls, name: str) -> str:
-        """Check the form of the encoder's name, and return it. Nothing is imported.
+        """Check the form of the encoder's name, and return it unchanged.
+
+        Nothing is imported, so the encoder need not exist.
 
         Raises:
             ValueError: The name is none of this package's encoders, and is not of the
-                form ``torchvision:NAME``, ``timm:NAME``, ``timm:hf-hub:ORG/NAME``,
-                ``package.module:NAME``, ``vectors`` or ``vectors:D`` with at most six
-                digits.
+                form ``torchvision:NAME``, ``timm:NAME``, ``timm:hf-hub:ORG/NAME`` (with
+                or without ``@REVISION``), ``package.module:NAME``, ``vectors`` or
+                ``vectors:D`` with at most six digits.
         """
         if name not in OWN_ENCODERS and not re.fullmatch(
             rf"{LIBRARY_ENCODER}|{VECTORS}(:\d{{1,6}})?", name
@@ -559,7 +565,10 @@ class ModelConfig(Section):
 
     @property
     def takes_vectors(self) -> bool:
-        """Whether the data are vectors instead of images, so that no encoder runs."""
+        """Whether ``encoder`` is "vectors" or "vectors:D", so that no encoder runs.
+
+        The data then consists of vectors instead of images.
+        """
         return self.encoder.partition(":")[0] == VECTORS
 
 
@@ -850,7 +859,7 @@ class ComputeConfig(Section):
         Ray cannot reserve 1.5 GPUs on any node.
 
         Raises:
-            ValueError: It is neither.
+            ValueError: The number is above 1 and has a fraction.
         """
         if value > 1 and value % 1:
             raise ValueError("must be a fraction of one GPU, or a whole number")
@@ -933,16 +942,21 @@ class Config(Section):
     def _with_method_section(cls, values: Any) -> Any:
         """Validate the section of the discovery method, before all other fields.
 
+        The module of a method other than "uno" is imported for this.
+
         Args:
             values: The mapping of keys to values, from which a configuration is made.
 
         Returns:
-            The mapping, with the section as an instance of its class. Anything but a
-            dict is returned as it is.
+            A copy of the mapping, with the section as an instance of its class. If the
+            mapping lacks the section, the section has its defaults. A method without
+            constants of its own has no section. Anything but a dict is returned as it
+            is.
 
         Raises:
-            ValueError: A top-level key is unknown, a value of the section is refused,
-                or the name of the section is taken.
+            ValueError: There is no such method, a top-level key is unknown, a value of
+                the section is refused, or the section has the name of a field of
+                :class:`Config`.
         """
         if not isinstance(values, dict):
             return values
@@ -967,11 +981,14 @@ class Config(Section):
     def _check(self) -> Config:
         """Check the sections against each other and against the discovery method.
 
+        The discovery method is imported, and the pretext task if it has epochs.
+
         Returns:
             The configuration itself, as pydantic requires.
 
         Raises:
-            ValueError: Two settings do not go together. The message names them.
+            ValueError: Two settings do not go together, and the message names them. Or
+                the pretext task has epochs and does not exist.
         """
         if self.pretext.epochs:
             load_pretext(self.pretext.task)
@@ -1022,14 +1039,17 @@ Only methods with UNO's projection heads have these terms.
 def why_not_gcd(config: Config) -> str | None:
     """Return why a run cannot use generalized category discovery (GCD), None if it can.
 
-    In the GCD setting unlabeled images may belong to known classes, too.
+    In the GCD setting unlabeled images may belong to known classes, too. The value of
+    ``data.setting`` itself does not matter here.
 
     Args:
         config: The configuration of the run.
 
     Returns:
-        An error message that names the setting or the method in the way; None if
-        nothing is in the way.
+        The first error message that applies: the method does not support GCD,
+        ``objective.concat`` is off, or an added term of the objective that takes
+        unlabeled rows for novel ones (IIC, the queue) is on. None if nothing is in the
+        way.
     """
     if not load(config.method).supports_gcd:
         return f"data.setting gcd does not go with method {config.method}"
@@ -1058,11 +1078,15 @@ def field_traits(key: str) -> FieldTraits:
     """Return the traits that the schema declares for a field or a section.
 
     They say, for example, which phase the field changes and its short form on the
-    command line, see :class:`FieldTraits`.
+    command line, see :class:`FieldTraits`. A field has the traits of its section,
+    except for those that it declares itself.
 
     Args:
         key: The dotted key, such as ``objective.epsilon``. The first part may be the
-            section of a method. An unknown key has the traits of the section above it.
+            section of a method, whose module is then imported. The fields of such a
+            section have the scope "discover" unless they declare another. A key that is
+            unknown within a section has the traits of the section, and one in an
+            unknown section has the defaults.
     """
     first, *rest = key.split(".")
     if first in Config.model_fields:
@@ -1088,15 +1112,19 @@ def require_code(tree: Mapping[str, Any], foreign: str | None) -> None:
 
     The name ``package.module:METHOD`` means code outside this package. This must be
     called before the stored values become a :class:`Config`, which needs the method.
+    Nothing happens if neither the method nor the pretext task is such code. The pretext
+    task is not imported here.
 
     Args:
         tree: The stored configuration. Its method may be ``package.module:METHOD``.
         foreign: The directory of the configuration if its origin is not known. Code for
             the method or the pretext task must not lie there, so that a downloaded
-            model does not run code of its own. None if the origin is known.
+            model does not run code of its own. Code that lies elsewhere is named in a
+            logged warning. None if the origin is known; nothing is checked then.
 
     Raises:
-        ConfigError: The method cannot be imported, or code lies in ``foreign``.
+        ConfigError: The method cannot be imported, the imported object is no method or
+            has a name that is taken, or code lies in ``foreign``.
     """
     flat = flatten(tree)
     for key in ("method", "pretext.task"):
@@ -1125,7 +1153,8 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     0.05}``.
 
     Args:
-        tree: Nested mappings. A key may be dotted already.
+        tree: Nested mappings. A key may be dotted already. An empty mapping adds no
+            key. Of equal dotted keys the last value counts.
         prefix: A text to put before each key of the result.
     """
     flat: dict[str, Any] = {}
@@ -1169,8 +1198,13 @@ def fields_of(*methods: str) -> dict[str, FieldInfo]:
 def field_names(method: str = DEFAULT) -> tuple[str, ...]:
     """Return the dotted names of all fields of a configuration, in schema order.
 
+    The result is kept, so a later call with the same method returns the same tuple.
+
     Args:
-        method: The discovery method, whose own fields are included.
+        method: The discovery method, whose own fields are included at the end.
+
+    Raises:
+        ValueError: There is no such method.
     """
     return tuple(flatten(to_dict(Config(method=method))))
 
@@ -1178,18 +1212,20 @@ def field_names(method: str = DEFAULT) -> tuple[str, ...]:
 def override(config: Config, overrides: Mapping[str, Any]) -> Config:
     """Return a configuration with some values replaced.
 
-    If the method changes, the section of the former method is dropped.
+    If the method changes, the section of the former method is dropped, and that of the
+    new one has its defaults.
 
     Args:
         config: The configuration, which stays as it is.
         overrides: New values by dotted key, such as ``{"objective.epsilon": 0.1}``, or
-            nested.
+            nested. None for a whole section changes nothing.
 
     Returns:
-        The new configuration.
+        The new configuration. All of its values are validated again.
 
     Raises:
-        ConfigError: A key is unknown, or a value is refused.
+        ConfigError: A key is unknown, a section has a single value, there is no such
+            method, a value is refused, or two values do not go together.
     """
     tree, flat = to_dict(config), flatten(overrides)
     method = str(flat.get("method", config.method))
@@ -1244,7 +1280,8 @@ def describe(error: ValidationError, name: str = "") -> str:
 
     Returns:
         The dotted key, the problem and the value, such as ``objective.epsilon: Input
-        should be greater than or equal to 0.0001 (got -1)``.
+        should be greater than or equal to 0.0001 (got -1)``. The value is left out if
+        it is a section, and the key if the problem belongs to no key.
     """
     first = error.errors()[0]
     loc = [
@@ -1270,7 +1307,8 @@ def differing_keys(old: Mapping[str, Any], new: Config) -> list[str]:
     """Return the settings that keep a run from resuming with another configuration.
 
     They are the dotted keys whose values differ, except for settings that may change
-    when a run resumes (:func:`may_change_on_resume`).
+    when a run resumes (:func:`may_change_on_resume`). For ``data.loading`` and
+    ``data.setting`` the value "auto", in either configuration, equals every value.
 
     Args:
         old: The stored configuration of the run, nested or with dotted keys. A key that
@@ -1278,7 +1316,8 @@ def differing_keys(old: Mapping[str, Any], new: Config) -> list[str]:
         new: The configuration to resume with.
 
     Returns:
-        The keys in alphabetical order; empty if the run can resume.
+        The keys in alphabetical order, also those that only ``old`` has; empty if the
+        run can resume.
     """
     stored = flatten(to_dict(Config(method=new.method))) | flatten(old)
     wanted = flatten(to_dict(new))
@@ -1295,7 +1334,8 @@ def differing_keys(old: Mapping[str, Any], new: Config) -> list[str]:
 def config_hash(config: Config) -> str:
     """Return a hash, 12 hex digits, of all settings that change what is learned.
 
-    Settings for logging and for the place of execution do not change it.
+    Settings for logging and for the place of execution do not change it, which are
+    those with :func:`may_change_on_resume`.
     """
     return hashlib.sha256(
         json.dumps(training_settings(config), sort_keys=True).encode()
@@ -1327,10 +1367,12 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
         path: A path or URI. The file holds nested mappings, dotted keys, or both.
 
     Returns:
-        Values by dotted key, such as ``{"objective.epsilon": 0.05}``.
+        Values by dotted key, such as ``{"objective.epsilon": 0.05}``. Neither the keys
+        nor the values are compared with the schema.
 
     Raises:
-        ConfigError: The file cannot be read, or is not such a file.
+        ConfigError: The file cannot be read, holds no mapping, or exceeds a limit of
+            :func:`parse_yaml`.
     """
     # Imported here, because a command line without a file needs no pyarrow.
     from uno.data.files import read_bytes
@@ -1346,8 +1388,9 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
 def parse_yaml(data: bytes, where: str) -> Mapping[str, Any]:
     """Parse the content of a YAML file of unknown origin.
 
-    Content that would take unbounded time or memory is refused. Aliases grow as 2^n, 20
-    kB of ``[`` take 35 s, and a number in base 60 with 300,000 digits takes 50 s.
+    Content that would take unbounded time or memory is refused, such as any alias
+    (``*name``). Aliases grow as 2^n, 20 kB of ``[`` take 35 s, and a number in base 60
+    with 300,000 digits takes 50 s.
 
     Args:
         data: The bytes of the file, UTF-8.

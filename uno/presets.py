@@ -238,10 +238,11 @@ def is_custom_data(given: Mapping[str, Any]) -> bool:
     """Return whether the data is the user's own, and not one of the benchmarks.
 
     The benchmarks are the digits, CIFAR10, CIFAR100 and ImageNet. The data is the
-    user's own if the settings have a folder of labeled images, or name another source.
+    user's own if ``data.labeled`` is set, or if ``data.source`` is of another kind. A
+    plain path is of another kind. Without both keys the data is the digits.
 
     Args:
-        given: The settings that the user gives, by dotted key.
+        given: Settings by dotted key. Only these two keys are read.
     """
     kind = str(given.get("data.source", "digits")).partition(":")[0]
     return given.get("data.labeled") is not None or kind not in BENCHMARKS
@@ -255,17 +256,19 @@ SIZES = ("augment.large.size", "data.stored_size", "augment.small.size")
 def scale_sizes(config: Config, size: Any) -> Values:
     """Scale the settings of a preset that are lengths in pixels to another image size.
 
-    The lengths keep the proportions that they have in ``config``.
+    The lengths keep the proportions that they have in ``config``, rounded. But small
+    views have at least 4 pixels, and stored images 4 to 1024.
 
     Args:
         config: The configuration of the preset, which stays as it is.
         size: The new side of large views in pixels.
 
     Returns:
-        Sizes of views and of stored images, and paddings of crops, by dotted key.
+        The sizes of large views (``size`` itself), small views and stored images, and
+        the crop paddings of large and small views, by dotted key.
 
     Raises:
-        ConfigError: The size is no number of pixels.
+        ConfigError: The size is no whole number from 4 to 1024.
     """
     large, small = config.augment.large, config.augment.small
     size = override(config, {SIZES[0]: size}).augment.large.size
@@ -283,7 +286,7 @@ def preset(name: str, recipe: str = "paper") -> Config:
     """Return the configuration of a preset and a recipe.
 
     Args:
-        name: The preset, a key of ``PRESETS``.
+        name: The preset, a key of ``PRESETS``. A dash counts as an underscore.
         recipe: ``paper`` for the paper's settings, ``v2`` for the authors' later ones,
             or for some presets ``cpu`` for settings that suit one CPU core.
 
@@ -315,7 +318,8 @@ def preset_layers(name: str, recipe: str = "paper") -> dict[str, Values]:
 
     Returns:
         Two layers of settings, under the names "preset NAME" and "recipe NAME", in this
-        order. Each has values by dotted key.
+        order. Each has values by dotted key. The first one also has the name itself,
+        with underscores, under the key "preset". The second one is empty for ``paper``.
 
     Raises:
         ConfigError: There is no such preset, or it has no such recipe.
