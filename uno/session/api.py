@@ -187,7 +187,8 @@ class Model:
     def _counts(self) -> str:
         """The numbers of known and novel classes and the kind of input, as text.
 
-        Classes that were merged or dropped are not counted.
+        An example is "5 known and 5 novel classes, images of 32 px". Classes that were
+        merged into another one or dropped are not counted.
         """
         kept = [c.kind for c in self.classes if c.into == c.index]
         known, novel = kept.count("known"), kept.count("novel")
@@ -205,9 +206,10 @@ class Model:
     def _members(self) -> dict[int, show.Members]:
         """For each class, the images of the run that are predicted as the class.
 
-        The mapping goes from the index of a class to the number of these images and
-        some examples, for the HTML view. They come from the table of the run's
-        predictions. The mapping is empty if there is no such table or it is damaged.
+        The mapping goes from the index of a class to the number of these images and at
+        most five examples, for the HTML view. They come from the table of the run's
+        predictions, which is read at the first use. The mapping has at most 40 classes,
+        and none without images. It is empty if there is no such table or it is damaged.
         """
         try:
             return show.read_members(self._storage, self._classifier.config)
@@ -215,7 +217,13 @@ class Model:
             return {}
 
     def _repr_html_(self) -> str:
-        """Return the HTML view for a notebook: verdict, classes and their members."""
+        """Return the HTML view for a notebook, a table of the model's classes.
+
+        Each class has its name, kind, number of images and some pictures, as far as the
+        run has predictions. Above the table are the verdict on the run and its strict
+        accuracy, if the metrics have them; the numbers of classes; the directory; and
+        the path of the report, if there is one.
+        """
         facts = str(verdict(self.metrics) or "").splitlines()
         facts += [
             self._counts,
@@ -236,9 +244,10 @@ class Model:
     def metrics(self) -> dict[str, float]:
         """The run's ``metrics.json``: values by name, accuracies as fractions 0-1.
 
-        A name is a path such as ``train/novel/task_aware/acc/best``. The mapping is
-        empty if the model was loaded from a copy of ``model/`` or if the run is not
-        finished.
+        A name is a path such as ``train/novel/task_aware/acc/best``. The file is read
+        at the first use. The mapping is empty if there is no such file, because the
+        model was loaded from a copy of ``model/`` or the run is not finished, or if the
+        file is damaged.
         """
         return directory.read_results(self._storage) or {}
 
@@ -262,31 +271,38 @@ class Model:
             images: A list or column of images, where each image is a path, a URI,
                 encoded bytes, a PIL image, or a uint8 array (H, W, 3) or (H, W).
                 Alternatively one uint8 array (N, H, W, 3) or (N, H, W), or one uint8
-                tensor (N, 3, H, W). A model of vectors takes one array or tensor of
-                numbers (N, D) instead.
+                tensor (N, 3, H, W). A model of vectors takes numbers (N, D) instead, as
+                an array, tensor, nested lists or column; with several views (N, V, D)
+                the first one is classified. A vector of zeros, or with numbers that are
+                not finite, counts as one that cannot be read.
 
         Returns:
             The predictions, in the order of the images.
 
         Raises:
-            ConfigError: The argument has another type or shape. ConfigError is a
-                ValueError.
+            ConfigError: The argument has another type or shape, or vectors have another
+                length than those of the training. ConfigError is a ValueError.
+            StorageError: The storage of an image cannot be reached now.
         """
         with _default_torch_settings(self._classifier.device):
             return self._predict(images)
 
     def _predict(self, images: Any) -> Predictions:
-        """Classify images under PyTorch's default settings, see :meth:`predict`.
+        """Check and classify the argument of :meth:`predict`, and return predictions.
+
+        PyTorch's settings are not changed here; :meth:`predict` has set them before.
 
         Args:
-            images: What the caller has given to :meth:`predict`, not checked yet: a
-                list or array of images, or of vectors for a model of vectors.
+            images: What the user has given to :meth:`predict`, not checked yet: a list
+                or array of images, or of vectors for a model of vectors.
 
         Returns:
-            The predictions, in the order of the images.
+            The predictions, in the order of the images. An image that cannot be read
+            has the class index -1, NaN for every number, and a reason.
 
         Raises:
             ConfigError: ``images`` has another type or shape.
+            StorageError: The storage of an image cannot be reached now.
         """
         model, given = self._classifier, images
         how = Decoding.of(model.config.data)
@@ -314,7 +330,9 @@ class Model:
         ok = ok_mask(reasons)
 
         def column(name: str, *width: int) -> np.ndarray:
-            """Return one score of all N rows, with -1 or NaN for unreadable rows.
+            """Return one score of all N rows as an array.
+
+            Unreadable rows have -1 for "class_index", and NaN for all other scores.
 
             Args:
                 name: Name of the score, an attribute of each batch of scores.
@@ -348,13 +366,17 @@ class Model:
 def load(run: str | PathLike[str], device: str | torch.device = "cpu") -> Model:
     """Load the model of a finished run, to classify images with it.
 
+    If the encoder or the method is the user's own code (``package.module:NAME``), the
+    code is imported from this machine, and a logged warning names it.
+
     Args:
         run: Path or URI of the run directory, or of a copy of its ``model/`` folder.
-        device: "cpu" or "cuda", where the model predicts.
+        device: "cpu", "cuda" or a GPU such as "cuda:1", where the model predicts.
 
     Raises:
         StorageError: The directory has no trained model, or a damaged one.
-        ConfigError: ``run`` is no path, or this machine has no such device.
+        ConfigError: ``run`` is no path, this machine has no such device, or the library
+            or the code of the encoder is missing or lies in the directory of the model.
     """
     if not isinstance(run, str | PathLike):
         raise ConfigError(f"load takes the path of a run, not {_describe_value(run)}")
@@ -395,14 +417,16 @@ def discover(
             OUTPUT-vectors-HASH.parquet, where OUTPUT is the run directory. None if the
             settings name the data.
         labels: With embeddings, the class of each of the N rows, a name or a number. A
-            row is unlabeled if its value is missing (None, NaN, pandas.NA) or a
-            negative number. At least one row must have a label, so None is refused with
-            embeddings. Without embeddings it must be None.
+            row is unlabeled if its value is missing (None, NaN, pandas.NA), an empty
+            text or a negative number. At least one row must have a label, so None is
+            refused with embeddings, unless the setting ``data.labels`` names a file of
+            labels. Without embeddings it must be None.
         ids: With embeddings, N different names of the rows. None names them "row-0",
             "row-1" and so on. Without embeddings it must be None.
         overwrite: Whether a run in the same directory is started over.
         quiet: Whether only warnings are printed.
-        report: Whether the HTML report is written. ``uno report`` writes it later.
+        report: Whether the HTML report is written, also for a finished run that has
+            none. ``uno report`` writes it later.
         **settings: The options of the command, with the same defaults and checks. A
             keyword is a short name (``num_novel``), a dotted name, or a section with a
             mapping of its settings. ``config`` is a YAML file, a mapping, or a list of
@@ -412,11 +436,11 @@ def discover(
             by default ``runs/PRESET-seedSEED``, such as ``runs/vectors-seed0``.
 
     Returns:
-        The model of the finished run.
+        The model of the finished run, on the CPU.
 
     Raises:
-        ConfigError: A setting or the data is wrong, or ``labels`` or ``ids`` are given
-            without embeddings. ConfigError is a ValueError.
+        ConfigError: A setting or the data is wrong, ``labels`` or ``ids`` are given
+            without embeddings, or a package is missing. ConfigError is a ValueError.
         NumericsError: Training met numbers that are not finite, again and again.
         StorageError: A file cannot be read or written.
         Interrupted: Training was stopped. The same call resumes.
@@ -434,8 +458,9 @@ def store_embeddings(
 ) -> dict[str, Any]:
     """Store embeddings beside the run that is trained on them.
 
-    The name of the file contains a hash of its content. So no call replaces the vectors
-    of another run, and the same call finds its file again.
+    The file is OUTPUT-vectors-HASH.parquet, where OUTPUT is the run directory and HASH
+    stands for the embeddings, labels and ids. So no call replaces the vectors of
+    another run. If the file exists, it is not written again.
 
     Args:
         settings: The keywords of :func:`discover` that are settings of the run, such as
@@ -443,18 +468,19 @@ def store_embeddings(
         embeddings: An array or tensor of numbers (N, D), or (N, V, D) with V views of
             each row, D numbers each.
         labels: The class of each row (N,), a name or a number. A row is unlabeled if
-            its value is missing (None, NaN) or a negative number. None means that no
-            row has a label.
+            its value is missing (None, NaN), an empty text or a negative number. None
+            means that no row has a label.
         ids: The name of each row (N,), all different; None for "row-0", "row-1" and so
             on.
 
     Returns:
-        The settings, with ``data`` set to the stored file.
+        A copy of the settings, with ``data`` set to "vectors:FILE".
 
     Raises:
-        ConfigError: The settings name data, a setting is unknown, or the arguments have
-            a wrong type or shape, or differ in their numbers of rows. Or no row has a
-            label, and the settings name no file of labels. Nothing is written then.
+        ConfigError: The settings name data (``data`` or ``labeled``), a setting is
+            unknown or refused, or the arguments have a wrong type or shape, or differ
+            in their numbers of rows. Or no row has a label, and the setting
+            ``data.labels`` names no file of labels. Nothing is written then.
         StorageError: The file cannot be written.
     """
     given = from_keywords(settings)
@@ -482,7 +508,9 @@ def _discover_source(
 ) -> Model:
     """Train a model on the data that the settings name, as ``uno discover`` does.
 
-    PyTorch's number of threads and default settings are restored at the end.
+    The whole command runs: training, evaluation, predictions and files of the run. For
+    a finished run nothing is trained again, unless ``overwrite``. PyTorch's number of
+    threads and default settings are restored at the end.
 
     Args:
         settings: The keyword arguments of :func:`discover`, such as ``data`` and
@@ -492,12 +520,13 @@ def _discover_source(
         report: Whether the HTML report is written.
 
     Returns:
-        The model of the finished run.
+        The model of the finished run, on the CPU.
 
     Raises:
-        UnoError: A setting or the data is wrong (ConfigError), training met numbers
-            that are not finite (NumericsError), a file cannot be read or written
-            (StorageError), or training was stopped (Interrupted).
+        UnoError: A setting or the data is wrong or a package is missing (ConfigError),
+            training met numbers that are not finite (NumericsError), a file cannot be
+            read or written or the disk is full (StorageError), or training was stopped
+            (Interrupted).
     """
     from uno.session import pipeline  # loading a model does not need it
 
@@ -520,8 +549,12 @@ def _discover_source(
 def _checked_device(name: Any) -> torch.device:
     """Return the device of a name such as "cpu", "cuda" or "cuda:1".
 
+    Args:
+        name: The name, or a ``torch.device``.
+
     Raises:
-        ConfigError: Models do not run on such a device, or this machine lacks it.
+        ConfigError: The name is none of a CPU or CUDA device, or PyTorch sees no CUDA
+            device of this number.
     """
     try:
         device = torch.device(name)
@@ -571,9 +604,10 @@ def _to_images(images: Any, value_range: Range | None) -> list[Image | BadImage]
             images of more than 8 bits; None for 0 and 65,535.
 
     Returns:
-        For each image a path, encoded bytes or a uint8 array (H, W, 3); a
-        :class:`BadImage` with the reason for a PIL image that has no readable pixels.
-        Paths and bytes are not opened here.
+        For each image a path, encoded bytes or a uint8 array (H, W, 3), see
+        :func:`_to_image`; a :class:`BadImage` with the reason for a PIL image that has
+        no readable pixels. Paths and bytes are not opened here. An empty list gives an
+        empty list.
 
     Raises:
         ConfigError: ``images`` has another type or shape, such as a single image, a
@@ -605,8 +639,8 @@ def _to_images(images: Any, value_range: Range | None) -> list[Image | BadImage]
 def _describe_value(value: Any) -> str:
     """Describe a value of a wrong type, for an error message.
 
-    The text is the dtype and shape of an array, otherwise the type and the first 40
-    characters.
+    The text is the dtype and shape of a NumPy array, "None" for None, and otherwise the
+    name of the type and the first 40 characters.
     """
     if isinstance(value, np.ndarray):
         return f"{value.dtype} {value.shape}"
@@ -619,16 +653,18 @@ def _to_image(image: Any, row: int, value_range: Range | None) -> Image | BadIma
     Args:
         image: A path, a URI, encoded bytes, a PIL image, or a uint8 array (H, W, 3) or
             (H, W).
-        row: Its position in the list, for the error message.
+        row: Its position in the list, from 0, for the error message.
         value_range: The stored values (black, white) that become 0 and 255 in gray PIL
             images of more than 8 bits; None for 0 and 65,535.
 
     Returns:
-        A path, encoded bytes or a uint8 array (H, W, 3); a :class:`BadImage` for a PIL
-        image that has no readable pixels.
+        A path or URI and encoded bytes as they are. An array as a uint8 array (H, W,
+        3), in which a gray one has three equal channels. A PIL image as such an array,
+        in RGB and turned as its EXIF data says; or a :class:`BadImage` if it has no
+        readable pixels.
 
     Raises:
-        ConfigError: The image has another type or shape.
+        ConfigError: The image has another type or shape, or an array is empty.
     """
     if isinstance(image, (str, bytes)):
         return str(image) if isinstance(image, str) else bytes(image)
