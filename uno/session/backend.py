@@ -45,6 +45,8 @@ RAY_BACKEND = "pipelines.backend:RayBackend"  # by name, because uno imports no 
 def choose_backend(config: Config) -> Backend:
     """Choose where the work of a run is done, by ``compute.num_workers``.
 
+    Ray is imported only if it is chosen. No cluster is started here.
+
     Args:
         config: The configuration of the run.
 
@@ -66,14 +68,21 @@ class LocalBackend:
     """The backend that does all work in this process, without Ray."""
 
     def free_memory(self, config: Config) -> resources.FreeMemory:
-        """Return the free bytes of this machine and, if it has one, of its GPU."""
+        """Return the free memory of this machine and of its GPU, in bytes.
+
+        Args:
+            config: The configuration. With ``compute.device`` "cpu", or without a GPU,
+                the value for the GPU is None. ``compute.gpus_per_worker`` below 1
+                reduces it to this share.
+        """
         return resources.free_memory(config)
 
     def train(self, run: Run, show: Show) -> dict[str, float]:
         """Train the phases of a run in this process, then evaluate it.
 
         Phases continue from their newest checkpoints. If images are kept in memory, the
-        rows of ``run.task`` hold the decoded images afterwards.
+        rows of ``run.task`` hold the decoded images, or the features of a frozen
+        encoder, afterwards. PyTorch's number of threads is set for the whole process.
 
         Args:
             run: The run, inside ``run.locked()``, so that no other command writes into
@@ -84,14 +93,17 @@ class LocalBackend:
             The metrics of the evaluation by name, empty unless ``run.evaluate``.
 
         Raises:
-            Interrupted: The user stopped it. A training phase has saved a checkpoint
-                then.
+            ConfigError: Too many images cannot be read, or too few rows are left.
+            NumericsError: Training met numbers that are not finite, again and again.
+            StorageError: A checkpoint or other file cannot be read or written.
+            Interrupted: The user stopped it. If a phase was being trained, its
+                checkpoint is saved.
         """
         torch.set_num_threads(num_threads(run.config))
         worker = LocalWorker(run.device, show)
 
         def stop() -> None:
-            """Let training stop after this step, or stop now if nothing is trained."""
+            """Let training stop after this step; without phases, raise Interrupted."""
             if not run.phases:  # nothing is trained, so nothing waits for a step to end
                 raise Interrupted("stopped; nothing was changed")
             worker.stop_requested = True
@@ -124,9 +136,13 @@ class LocalBackend:
     ) -> Summary:
         """Classify in this process the rows that ``writer`` has not written yet.
 
+        PyTorch's number of threads is set for the whole process. On a CPU the encoder
+        is computed by ``compute.encoder_runtime``.
+
         Args:
             run: The run, which decides the device and the number of threads.
-            model: The model of the run. It is moved to the device of the run.
+            model: The model of the run. Its network is moved to the device of the run,
+                and stays there.
             writer: Holds the rows and writes their predictions.
             show: Called as ``show(done, total)`` after each batch, with the number of
                 finished rows and of all rows.
@@ -159,7 +175,9 @@ class LocalBackend:
     def estimate(self, run: Run, settings: Settings) -> Estimate:
         """Estimate the number of novel classes among the unlabeled rows of a run.
 
-        Unless the encoder is frozen, several encoders are trained, one after another.
+        Unless the encoder is frozen, several encoders are trained, one after another,
+        and a line is printed after each. What an earlier call has stored for the same
+        data and settings is not computed again.
 
         Args:
             run: The run, inside ``run.locked()``. Encoders and the estimate are stored
@@ -187,8 +205,10 @@ class LocalBackend:
 def train_phases(run: Run, sets: Sets, worker: Worker) -> TrainData:
     """Train the phases of a run on its opened data.
 
-    Finished phases are skipped, and an interrupted one resumes. ``run.opened`` is set
-    to ``sets.task``, whose rows hold the images that are kept in memory.
+    Finished phases are skipped, and an interrupted one resumes. Checkpoints are written
+    into the directory of the run. Afterwards ``run.opened`` is set to ``sets.task``,
+    whose rows hold the images or features that are kept in memory. Without phases
+    nothing is trained.
 
     Args:
         run: The run, inside ``run.locked()``. ``run.phases`` names the phases.
@@ -201,7 +221,9 @@ def train_phases(run: Run, sets: Sets, worker: Worker) -> TrainData:
 
     Raises:
         ConfigError: Too few rows can be read for the configuration.
-        StorageError: An earlier phase that is needed has no valid checkpoint.
+        NumericsError: Training met numbers that are not finite, again and again.
+        StorageError: An earlier phase that is needed has no valid checkpoint, or a
+            checkpoint cannot be written.
         Interrupted: The worker was asked to stop. A checkpoint is saved.
     """
     config = run.config
@@ -219,7 +241,11 @@ def train_phases(run: Run, sets: Sets, worker: Worker) -> TrainData:
 def evaluate_rows(
     run: Run, sets: Sets, train: TrainData, worker: Worker
 ) -> dict[str, float]:
-    """Return the metrics of a trained run, by name; empty unless ``run.evaluate``.
+    """Evaluate a trained run, and return its metrics by name.
+
+    If ``run.evaluate`` is False, nothing is computed, and the result is empty.
+    Otherwise the network ``run.trained`` is moved to the device of the worker, and rank
+    0 writes ``alignment.json`` unless classes were merged or dropped.
 
     Args:
         run: The trained run.
@@ -242,9 +268,10 @@ def evaluate_rows(
 def estimated_set(run: Run, compute: Compute = compute_local) -> TrainSet:
     """Open the training rows on which the number of novel classes is estimated.
 
-    A frozen encoder's features are computed and cached. Pretrained weights are fetched
-    and stored in the directory of the run, unless it has them. Unreadable images are
-    left out.
+    A frozen encoder's features are read from the cache, or computed and cached. For
+    this, weights "pretrained" are fetched and stored in the directory of the run,
+    unless it has them. Unreadable images are left out, with a printed warning. Images
+    for an encoder that is trained are decoded into memory.
 
     Args:
         run: The run to which the rows belong.
@@ -259,7 +286,8 @@ def estimated_set(run: Run, compute: Compute = compute_local) -> TrainSet:
         (the image without random augmentation) instead, float32 (N, 1, D).
 
     Raises:
-        ConfigError: Too many images cannot be read.
+        ConfigError: Too many images cannot be read, or the weights of a frozen encoder
+            are missing or cannot be downloaded.
     """
     config, task, storage = run.config, run.task, run.storage
     if config.model.finetune == "none":

@@ -42,7 +42,8 @@ class Backend(Protocol):
     def train(self, run: Run, show: Show) -> dict[str, float]:
         """Train the phases of a run from their newest checkpoints, then evaluate it.
 
-        If images are kept in memory, the rows of ``run.task`` hold the decoded images
+        Finished phases are not trained again. If images are kept in memory, the rows of
+        ``run.task`` hold the decoded images, or the features of a frozen encoder,
         afterwards.
 
         Args:
@@ -54,14 +55,21 @@ class Backend(Protocol):
             The metrics of the evaluation by name, empty unless ``run.evaluate``.
 
         Raises:
-            Interrupted: The user stopped it. A training phase has saved a checkpoint.
+            ConfigError: Too many images cannot be read.
+            NumericsError: Training met numbers that are not finite, again and again.
+            StorageError: A checkpoint or other file cannot be read or written.
+            Interrupted: The user stopped it. If a phase was being trained, its
+                checkpoint is saved.
         """
 
     def after_training(self, task: Task) -> Backend:
         """Return the backend that predicts rows after training.
 
+        It may be this one, or one that works in this process alone.
+
         Args:
-            task: The rows of the trained run.
+            task: The rows of the trained run. Their number, and whether they hold
+                decoded images, may decide.
         """
 
     def predict(
@@ -75,10 +83,10 @@ class Backend(Protocol):
 
         Args:
             run: The run that the model belongs to.
-            model: The model of the run.
+            model: The model of the run. Its network may be moved to another device.
             writer: Holds the rows and stores their predictions.
-            show: Called as ``show(done, total)`` with the number of finished rows and
-                of all rows.
+            show: Called again and again as ``show(done, total)`` with the number of
+                finished rows and of all rows.
 
         Returns:
             The numbers of all, readable and unreadable rows, and the path of the
@@ -106,14 +114,16 @@ class Backend(Protocol):
 
         Args:
             run: The run, inside ``run.locked()``. The estimate is stored in its
-                directory.
+                directory. If it is there for the same data and settings, it is only
+                read.
             settings: The parameters of the estimate, such as the largest number to try.
 
         Returns:
             The estimate with its interval.
 
         Raises:
-            ConfigError: There are too few known classes or unlabeled rows.
+            ConfigError: There are too few known classes or unlabeled rows, or too many
+                images cannot be read.
         """
 
 
@@ -137,7 +147,7 @@ class Run:
         resumes: Whether the directory holds this run already.
         first_files: Content of files that a new run directory begins with, by name.
         data_problem: Why the rows cannot be shown, empty if they can.
-        lock: The lock of the directory, None outside of :meth:`locked`.
+        lock: The lock of the directory, None before :meth:`locked`.
         cleanup: Closes what a backend keeps open until the command ends.
     """
 
@@ -169,10 +179,14 @@ class Run:
 
     @cached_property
     def device(self) -> torch.device:
-        """The device of this process.
+        """The device of this process, "cuda" or "cpu", by ``compute.device``.
+
+        "auto" is the GPU if there is one. If workers train, this process uses the CPU
+        when it has no GPU, also for "cuda".
 
         Raises:
-            ConfigError: This process trains, and lacks the device that was asked for.
+            ConfigError: ``compute.device`` is "cuda", no workers train, and there is no
+                GPU.
         """
         return local_device(self.config)
 
@@ -181,27 +195,35 @@ class Run:
         """The trained network in eval mode, and the index of its best head.
 
         The network has several cluster heads. The best head is the one with the lowest
-        training loss. Both are read at the first use and kept.
+        training loss. Both are read at the first use from the newest valid checkpoint
+        of discovery, and kept. The network is on the CPU at first.
 
         Raises:
-            StorageError: The run has no checkpoint of discovery.
+            StorageError: The run has no such checkpoint.
         """
         num_known, num_novel = self.task.num_known, self.task.num_novel
         return load_trained(self.config, self.storage, num_known, num_novel)
 
     @property
     def metrics(self) -> dict[str, float] | None:
-        """The metrics of the stored run by name, None unless it is finished."""
+        """The metrics of the stored run by name, from its ``metrics.json``.
+
+        The file is read at every use. The value is None if there is no such file,
+        because the run is not finished, or if it is damaged.
+        """
         return directory.read_results(self.storage)
 
     @contextmanager
     def locked(self) -> Iterator[RunLock]:
         """Lock the directory inside the block, so that no other command writes into it.
 
-        At the end the lock is released, and what the backend keeps open is closed.
+        If there is a lock already, a line is printed, and the lock is watched for up to
+        ten seconds. The lock of a killed command is then taken over. From here on
+        ``storage`` is the directory that can be written only while the lock is held. At
+        the end what the backend keeps open is closed, and the lock is released.
 
         Yields:
-            The lock, which is also the attribute ``lock`` inside the block.
+            The lock, which is also the attribute ``lock``.
 
         Raises:
             ConfigError: Another command holds the directory.
