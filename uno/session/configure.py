@@ -84,10 +84,13 @@ def configure(
     Args:
         given: The settings of the user: values by dotted key, such as
             ``{"data.source": "digits", "data.num_novel": 5}``. "preset" is one of the
-            keys; without it, the data decides (see :func:`default_preset`).
+            keys; without it, the data decides (see :func:`default_preset`). The
+            additional key "image_size" sets the sizes of all views and of stored images
+            (see :func:`uno.presets.scale_sizes`).
         output: The run directory if the user has not set "output". ``{preset}`` and
             ``{seed}`` in it are replaced. None leaves ``config.output`` None then, for
-            commands that write no run.
+            commands that write no run. A leading ``~`` of either directory is replaced
+            by the home directory.
         choose_method: Whether the method becomes ``clustering`` if the preset has a
             frozen encoder ("photos" or "vectors") and the user leaves the method open.
             The user does not if a key of :func:`leaves_method_open` is set: "method",
@@ -96,8 +99,10 @@ def configure(
             "none".
 
     Raises:
-        ConfigError: A setting is unknown, a value is refused, or the preset needs data
-            that the user has not named.
+        ConfigError: A setting is unknown, a value is refused or is text that UTF-8
+            cannot encode, the preset needs data that the user has not named,
+            "image_size" contradicts another size, or the run directory is a relative
+            path inside a Ray job.
     """
     require_text(given)
     values = merge_layers(list_layers(given, choose_method))
@@ -126,18 +131,26 @@ def list_layers(
 ) -> dict[str, Values]:
     """Return the defaults that hold for a run before its data is read.
 
+    A library's encoder, or the user's own one, is built or looked up for its image
+    settings.
+
     Args:
-        given: The dotted keys that the user has set, with their values.
+        given: The dotted keys that the user has set, with their values. They decide
+            which defaults hold, but are not in the result, except for "image_size".
         choose_method: Whether the method becomes ``clustering`` if the preset has a
             frozen encoder and the user leaves the method open, see
             :func:`leaves_method_open`.
 
     Returns:
-        For the name of each layer, such as "preset photos" or "encoder resnet18", its
-        values by dotted key. A later layer wins over an earlier one.
+        For the name of each layer its values by dotted key, which may be none. The
+        layers are "preset NAME", "recipe NAME", "method NAME", "data", "image size" (if
+        the user gave "image_size") and "encoder NAME". A later layer wins over an
+        earlier one.
 
     Raises:
-        ConfigError: There is no such preset, recipe, method or encoder.
+        ConfigError: There is no such preset, recipe, method or encoder, the image size
+            is refused, or the preset is "scratch", "photos" or "vectors" and the user
+            has named no data.
     """
     source, two_folders = given.get("data.source"), given.get("data.labeled")
     has_source = source is not None or two_folders is not None
@@ -206,19 +219,21 @@ def explain(
 ) -> list[str]:
     """Return the configuration of a run as YAML, with the origin of each value.
 
-    Each line is a dotted key, its value, and its origin in a comment, such as "preset
-    digits", "file", "command line" or "data". ``--config`` reads such a file.
+    Each line is a dotted key, its value as JSON, and its origin in a comment:
+    "default", the name of a layer of :func:`list_layers` such as "preset digits",
+    ``derived``, "file" or "command line". ``--config`` reads such a file.
 
     Args:
         config: The configuration before the data is read, from :func:`configure`.
         final: The configuration of the run, from :func:`uno.session.derive.resolve`.
         file: The settings from YAML files, by dotted key.
-        line: The settings from the command line, by dotted key.
+        line: The settings from the command line, by dotted key. They win over those of
+            ``file``.
         derived: The text for the origin of values in which ``final`` differs from
-            ``config``.
+            ``config``, unless the user gave them.
 
     Returns:
-        One line of text for each setting.
+        One line of text for each setting of ``final``, in schema order.
     """
     given = merge_settings(file, line)
     before, values = flatten(to_dict(config)), flatten(to_dict(final))
@@ -243,7 +258,8 @@ def require_text(given: Mapping[str, Any]) -> None:
     surrogates, which UTF-8 cannot encode.
 
     Args:
-        given: The dotted keys that the user has set, with their values.
+        given: The dotted keys that the user has set, with their values. Only values
+            that are text are checked.
 
     Raises:
         ConfigError: A value has such characters.
@@ -291,12 +307,13 @@ def _image_settings_of(encoder: Any, size: Any) -> dict[str, Any]:
             own size, which None keeps.
 
     Returns:
-        Image size, mean, standard deviation and interpolation by dotted key, such as
-        "data.mean". Empty for the encoders of this package, and for vectors.
+        The sizes of large views and of stored images, mean, standard deviation and
+        interpolation by dotted key, such as "data.mean". Values that are not known are
+        left out. Empty for the encoders of this package, and for vectors.
 
     Raises:
-        ConfigError: There is no such encoder, its library is not installed, or the
-            value has another form.
+        ConfigError: There is no such encoder, its library is not installed, the value
+            has another form, or the size is refused.
     """
     if (
         encoder is None
@@ -324,9 +341,12 @@ def default_preset(given: Mapping[str, Any]) -> str:
         given: The dotted keys that the user has set.
 
     Returns:
-        ``vectors`` for vectors. ``photos`` for pretrained weights of an encoder from a
-        library, and for images without any setting of the encoder. ``scratch`` for
-        benchmark data, and wherever the settings ask for an encoder that is trained.
+        ``scratch`` for benchmark data, and ``vectors`` for a source of vectors. For
+        other images, if neither the encoder nor its weights are set: ``scratch`` if
+        ``model.finetune`` asks to train the encoder, else ``photos``. If one of them is
+        set: ``photos`` if the weights are "pretrained", or are a file (.safetensors,
+        .pt or .pth) for an encoder of a library or of the user's own code, and
+        ``scratch`` otherwise, whatever ``model.finetune`` is.
     """
     encoder, weights = given.get("model.encoder"), given.get("model.weights")
     if not is_custom_data(given):
@@ -343,7 +363,7 @@ def default_preset(given: Mapping[str, Any]) -> str:
 
 
 def expand_output(output: str) -> str:
-    """Return the output directory with ``~`` replaced by the home directory.
+    """Return the output directory with a leading ``~`` replaced by the home directory.
 
     Args:
         output: The directory that the user gave, a path or URI.
@@ -363,7 +383,11 @@ def expand_output(output: str) -> str:
 
 
 def is_torchrun_rank() -> bool:
-    """Return whether ``torchrun`` started this process as one of its ranks."""
+    """Return whether ``torchrun`` started this process as one of its ranks.
+
+    This is so if all environment variables of :data:`TORCHRUN_VARIABLES` are set, such
+    as ``RANK``.
+    """
     return all(name in os.environ for name in TORCHRUN_VARIABLES)
 
 
@@ -371,8 +395,8 @@ def merge_settings(file: Mapping[str, Any], line: Mapping[str, Any]) -> dict[str
     """Merge the settings of files and of the command line, which takes precedence.
 
     ``data.source`` on the command line also replaces ``data.labeled`` and
-    ``data.unlabeled`` of a file. One image size on the command line replaces the sizes
-    of all views in a file.
+    ``data.unlabeled`` of a file. "image_size" on the command line replaces the sizes of
+    views and of stored images in a file.
 
     Args:
         file: The settings from YAML files, by dotted key.
@@ -398,19 +422,22 @@ def from_keywords(settings: Mapping[str, Any]) -> dict[str, Any]:
 
     A keyword is a short name (``batch_size=64``), a section with a mapping
     (``objective={"epsilon": 0.1}``) or a dotted name (``**{"objective.epsilon":
-    0.1}``). ``config`` is a YAML file, a mapping, or a list of them, where a later one
-    wins. The other keywords win over ``config``.
+    0.1}``). An underscore and a dash are the same. ``config`` is a YAML file, a
+    mapping, or a list of them, where a later one wins. The other keywords win over
+    ``config``.
 
     Args:
-        settings: The keyword arguments, values by keyword.
+        settings: The keyword arguments, values by keyword. A path becomes text, and a
+            list of texts becomes one text with commas. Other values are not checked.
 
     Returns:
-        The values by dotted key, such as "train.batch_size". Only what the keywords set
-        is in it, no defaults.
+        The values by dotted key, such as "train.batch_size", or "image_size". Only what
+        the keywords and ``config`` set is in it, no defaults.
 
     Raises:
-        ConfigError: There is no such setting, a file of ``config`` cannot be read, or
-            the keywords name both ``data`` and ``labeled``.
+        ConfigError: A keyword other than ``config`` names no setting, a file of
+            ``config`` cannot be read, or the keywords name both ``data`` and
+            ``labeled``. Keys inside ``config`` are not checked here.
     """
     file, line = dict[str, Any](), dict[str, Any]()
     config = settings.get("config", [])
@@ -435,8 +462,9 @@ def from_keywords(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     """Convert a Python value to the form in which a YAML file would hold it.
 
-    A path becomes text, a list of texts becomes one text with commas, and a NumPy
-    scalar becomes a number. Other values are returned unchanged.
+    A path becomes text, a list or tuple of texts becomes one text with commas unless it
+    is empty, and a NumPy scalar or a tensor without dimensions becomes a number. Other
+    values are returned unchanged.
     """
     if isinstance(value, os.PathLike):
         return os.fspath(value)
@@ -452,10 +480,15 @@ def _plain(value: Any) -> Any:
 def suggest_name(name: str, names: Iterable[str], keyword: bool = False) -> str:
     """Return the end of an error message that suggests settings for an unknown name.
 
+    An example is ``; did you mean --batch-size?``. Up to three names are suggested that
+    end with ``.NAME``, or else begin with ``NAME.``, or else the most similar name. If
+    there is none, the message points to the help: ``; see --help-all``.
+
     Args:
         name: The unknown name, without the dashes of an option.
-        names: The names of all settings.
+        names: The names of all settings, with dashes.
         keyword: Whether the name is a Python keyword and not an option of a command.
+            The suggestions are then in quotes and with underscores.
     """
     word, known = with_dashes(name), list(names)
     likely = [flag for flag in known if flag.endswith(f".{word}")][:3]

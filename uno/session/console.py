@@ -49,7 +49,8 @@ def suppress_output(silent: bool = True) -> Iterator[None]:
     """Suppress printed lines except warnings, and progress bars, inside the block.
 
     Args:
-        silent: Whether to do so. If False, the block prints as usual.
+        silent: Whether to do so. If False, the block prints as usual, also inside
+            another block that suppresses output.
     """
     token = SILENT.set(silent)
     try:
@@ -62,8 +63,8 @@ def print_line(line: str, stream: TextIO | None = None) -> None:
     """Print a line, above the progress bar if there is one.
 
     Characters that the stream cannot encode, and control characters other than tabs and
-    line ends, are escaped. Output that is suppressed is not printed, except for
-    warnings.
+    line ends, are escaped. Inside :func:`suppress_output` only warnings are printed.
+    The stream is flushed.
 
     Args:
         line: The text. A warning begins with "warning: ".
@@ -88,9 +89,10 @@ def on_stop(request: Callable[[], object], line: str | None = None) -> Iterator[
     """Call a function at the first SIGTERM, SIGINT (Ctrl-C) or SIGHUP inside the block.
 
     A second signal raises KeyboardInterrupt. A SIGHUP that is ignored (nohup) stays
-    ignored. Outside the main thread the signals are handled as before, because Python
-    handles signals in the main thread alone. At the end the former handlers are
-    restored.
+    ignored. One that arrives redirects stdout and stderr to nowhere if the terminal is
+    gone (:func:`output_closed`). Outside the main thread the signals are handled as
+    before, because Python handles signals in the main thread alone. At the end the
+    former handlers are restored.
 
     Args:
         request: Takes no argument and asks the work to stop. It runs in the signal
@@ -103,7 +105,10 @@ def on_stop(request: Callable[[], object], line: str | None = None) -> Iterator[
         return
 
     def handle(number: int, frame: Any) -> None:
-        """Call ``request`` at the first signal, and let the next one interrupt."""
+        """Call ``request`` at the first signal, and let the next one interrupt.
+
+        The arguments are those that Python passes to a signal handler.
+        """
         for each in old:
             signal.signal(each, signal.default_int_handler)
         if number == signal.SIGHUP:
@@ -152,7 +157,11 @@ def interrupt_on_signal(line: str) -> Iterator[None]:
 
 @contextmanager
 def announce_reading() -> Iterator[None]:
-    """Print that the data is being read, if the block takes more than ten seconds."""
+    """Print that the data is being read, if the block takes more than ten seconds.
+
+    The line "reading the data" is printed after ten seconds, by another thread. At the
+    end of such a block a second line says how long it took, unless it raised an error.
+    """
     start = time.monotonic()
     announce = threading.Timer(
         READING_S, copy_context().run, [print_line, "reading the data"]
@@ -168,12 +177,12 @@ def announce_reading() -> Iterator[None]:
 
 
 def format_metrics(metrics: Mapping[str, Any], in_a_bar: bool = False) -> str:
-    """Format a line of metrics for the console, such as "epoch 5/60  loss 0.3".
+    """Format a line of metrics, such as "discover  epoch 5/60  loss 0.300".
 
     Args:
-        metrics: Values by name. ``phase`` is required. Names that are not in
-            :data:`METRIC_TEXTS` or :data:`MORE_METRIC_TEXTS` are left out, and so are
-            values of None.
+        metrics: Values by name. ``phase`` is required and comes first. The others
+            follow in the order of :data:`METRIC_TEXTS` and :data:`MORE_METRIC_TEXTS`.
+            Names that are in neither of them are left out, and so are values of None.
         in_a_bar: Whether the text is for a progress bar, which has no space for
             :data:`MORE_METRIC_TEXTS`.
     """
@@ -257,7 +266,7 @@ class Progress(AbstractContextManager["Progress"]):
             print_line("  ".join(parts), self._stream)
 
     def close(self) -> None:
-        """Close the progress bar and leave its last state on the terminal."""
+        """Close the progress bar, if there is one, and leave it on the terminal."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -280,8 +289,9 @@ def count_items(
         every_s: The least number of seconds between two plain lines.
 
     Returns:
-        A function that takes the number of finished items and of all items. Its first
-        call tells how many items were finished before this command.
+        A function that takes the number of finished items and of all items, and calls
+        ``show``. Its first call tells how many items were finished before this command;
+        the speed counts only items that were finished after it.
     """
     first: list[tuple[int, float]] = []
 
@@ -303,8 +313,9 @@ def output_closed() -> bool:
     """Return whether nobody reads stdout, or nobody reads stderr, any more.
 
     This is so after a pipe was closed or a terminal hung up. Both streams are tested
-    now. A stream without a reader is redirected, so that everything that is written to
-    it afterwards is discarded without an error.
+    now. A stream without a reader is redirected to the null device, so that everything
+    that is written to it afterwards is discarded without an error. A stream without a
+    file descriptor counts as read.
     """
     gone = False
     for stream in (sys.stdout, sys.stderr):

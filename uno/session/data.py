@@ -40,7 +40,8 @@ Compute = Callable[[FeatureJob, nn.Module, np.ndarray], Iterable[Chunk]]
 def read_task(data: DataConfig) -> Task:
     """Read all rows of a data source, and divide them by class and split.
 
-    If this takes more than ten seconds, a line is printed.
+    Images are not decoded. If this takes more than ten seconds, a line is printed, and
+    another one at the end.
 
     Args:
         data: The section ``data`` of the configuration, which names the source.
@@ -50,7 +51,8 @@ def read_task(data: DataConfig) -> Task:
         a test row.
 
     Raises:
-        ConfigError: The source cannot be read, or does not fit the settings.
+        ConfigError: The source cannot be read, or does not fit the settings, or
+            ``num_novel`` is "auto".
     """
     with announce_reading():
         task = make_task(read_rows(data), data)
@@ -85,25 +87,33 @@ def open_sets(
 ) -> Sets:
     """Open the data of a run for training and evaluation.
 
-    Images are decoded into memory, encoded by a frozen encoder, or streamed, as the
-    configuration says. Unreadable images are left out and reported.
+    With ``data.loading`` "streaming" nothing is read here, and unreadable images are
+    found during training. Otherwise all images are decoded into memory, or encoded by a
+    frozen encoder, whose features are cached. Unreadable images are then left out, and
+    a warning is printed.
 
     Args:
         config: The configuration of the run.
-        task: All rows of the run.
+        task: All rows of the run. It is not changed.
         storage: The directory of the run.
-        show: Shows the progress. It takes lines of metrics, values by name. By default
-            no progress is shown.
-        should_stop: Returns whether the user has asked to stop.
-        keep: Whether unreadable images are listed in the file ``bad_samples.jsonl`` of
-            the run.
+        show: Shows the progress of computing features. It takes lines of metrics,
+            values by name. By default no progress is shown.
+        should_stop: Returns whether the user has asked to stop. It is only asked while
+            features are computed.
+        keep: Whether unreadable images that are found here are listed in the file
+            ``bad_samples.jsonl`` of the run.
 
     Returns:
-        The rows for training, and a function that opens the rows for evaluation.
+        The rows for training; a function that opens the rows for evaluation; the task,
+        whose images hold the decoded pixels or the features of the evaluation view; and
+        which rows can be read. If images are streamed, the task is ``task`` itself, and
+        the last value is None.
 
     Raises:
-        ConfigError: Too many images cannot be read.
-        Interrupted: ``should_stop`` returned True.
+        ConfigError: Too many images cannot be read, or the frozen encoder has no
+            weights.
+        StorageError: The storage of an image cannot be reached now.
+        Interrupted: ``should_stop`` returned True while features were computed.
     """
     if config.data.loading == "streaming":
         stream = streaming_set(config, task, storage)
@@ -123,7 +133,9 @@ def config_for_readable_rows(
     """Return the configuration with which a run trains on the rows that can be read.
 
     Unreadable images are known only after all images were decoded or encoded. A batch
-    size that was derived from the data is then derived again.
+    size that was derived from the data is then derived again, and a line is printed if
+    it becomes smaller. If all rows can be read, or images are streamed, ``config`` is
+    returned as it is.
 
     Args:
         config: The configuration of the run, checked for all rows.
@@ -174,11 +186,15 @@ def load_images(
         Pixels uint8 (N, 3, S, S) of the images, S pixels high and wide; or, with a
         frozen encoder, D features float32 (N, 1 + V, D): first the evaluation view (the
         image without augmentation), then V random views, with V
-        ``augment.num_cached_views``. Rows that cannot be read are zeros. For each row
-        the reason why it cannot be read, or None.
+        ``augment.num_cached_views``. Rows that cannot be read are zeros, and so are the
+        random views of test rows. If the source holds vectors, they are the features,
+        see :func:`load_features`. For each row the reason why it cannot be read, or
+        None.
 
     Raises:
-        ConfigError: The frozen encoder has no weights.
+        ConfigError: The frozen encoder has no weights, or returns numbers that are not
+            finite.
+        StorageError: The storage of an image or the cache cannot be read or written.
         Interrupted: ``should_stop`` returned True while features were computed.
     """
     if trains_on_features(config):
@@ -195,14 +211,15 @@ def leave_out_unreadable(
 ) -> None:
     """Warn that images that cannot be read are left out, and refuse too many of them.
 
-    This function only reports. ``task`` is not changed, and the caller leaves the rows
-    out. Nothing happens if all images can be read.
+    This function only prints and writes the list. ``task`` is not changed, and the
+    caller leaves the rows out. Nothing happens if all images can be read; a list of an
+    earlier call stays then.
 
     Args:
         reasons: For each row the reason why it cannot be read, or None.
         config: ``data.max_bad_fraction`` is the largest share of rows that is accepted.
         task: All rows.
-        storage: The run directory, where the images are listed in
+        storage: The run directory, where rank 0 lists the images in
             ``bad_samples.jsonl``; None to write no list.
 
     Raises:
@@ -227,11 +244,14 @@ def compute_local(
     Args:
         job: The images to encode, and the configuration.
         encoder: The frozen encoder. It is moved to the device of this process.
-        rows: The numbers of the rows, int64 (n,).
+        rows: The numbers of the rows among all rows of the job, int64 (n,).
 
     Yields:
         Chunks with row numbers, features and the reasons why rows cannot be read, in
         the order of ``rows``.
+
+    Raises:
+        ConfigError: The encoder returns numbers that are not finite.
     """
     device, threads = local_device(job.config), num_threads(job.config)
     return features.compute_local(job, encoder.to(device), rows, threads)
@@ -240,7 +260,9 @@ def compute_local(
 def _faster_encoder(job: FeatureJob, encoder: nn.Module) -> nn.Module:
     """Return a frozen encoder in the form that ``compute.encoder_runtime`` names.
 
-    On a GPU, and with the runtime "torch", the encoder itself is returned.
+    On a GPU, and with the runtime "torch", the encoder itself is returned. On a CPU
+    with the runtime "openvino" it is a :class:`~uno.encoders.runtimes.Runtime`, which
+    is compiled at its first call.
 
     Args:
         job: The images to encode, and the configuration.
@@ -265,16 +287,18 @@ def load_features(
 ) -> tuple[Tensor, list[str | None]]:
     """Return the features that a frozen encoder gives to all rows.
 
-    Features in the cache are read, and the others are computed and cached. If the
-    source holds vectors, they are the features, and nothing is computed. A warning is
-    printed if the features do not distinguish the rows.
+    Features in the cache are read, and the others are computed and cached; a line is
+    printed before any are computed. If the source holds vectors, they are the features,
+    and nothing is computed. A warning is printed if the features do not distinguish the
+    rows.
 
     Args:
         config: The configuration of the run.
         task: The rows.
         storage: The directory of the run, which may hold the encoder's weights.
         show: Shows the progress. It takes lines of metrics, values by name.
-        should_stop: Returns whether the user has asked to stop.
+        should_stop: Returns whether the user has asked to stop. It is asked after each
+            chunk of rows that was computed.
         compute: Encodes the rows that are not in the cache, see :data:`Compute`; by
             default in threads of this process.
 
@@ -287,7 +311,11 @@ def load_features(
         And for each row the reason why it cannot be read, or None.
 
     Raises:
-        ConfigError: The encoder has no weights.
+        ConfigError: ``model.weights`` is None, also for vectors; the weights do not fit
+            the encoder; OpenVINO is asked for and not installed; or the encoder returns
+            numbers that are not finite.
+        StorageError: The weights or an image cannot be read, or the cache cannot be
+            read or written.
         Interrupted: ``should_stop`` returned True. Features that were computed stay in
             the cache.
     """
@@ -307,7 +335,7 @@ def load_features(
     cache = FeatureCache(Storage(features.cache_directory(config)), job)
 
     def computed(rows: np.ndarray) -> Iterator[Chunk]:
-        """Compute features of the rows that the cache lacks, and announce it.
+        """Compute features of the rows that the cache lacks, and print a line before.
 
         Args:
             rows: The numbers of these rows, int64 (n,).
@@ -316,7 +344,8 @@ def load_features(
             Chunks with row numbers, features and the reasons why rows cannot be read.
 
         Raises:
-            Interrupted: The user has asked to stop.
+            Interrupted: The user has asked to stop. It is raised after a chunk was
+                yielded.
         """
         cached = len(task.rows) - len(rows)
         have = f" ({cached:,} cached)" if cached else ""
@@ -345,7 +374,7 @@ def _warn_if_indistinct(
 
     Args:
         encoded: Features (N, 1 + V, D), the evaluation view of each row first. The
-            evaluation views of a sample of rows are examined.
+            evaluation views of at most 4,000 readable rows are examined.
         reasons: For each row the reason why it cannot be read, or None.
         advice: The end of the warning: what the user should check.
     """

@@ -84,21 +84,27 @@ def resolve(
 ) -> tuple[Config, Task | None]:
     """Complete the configuration of a run, and print what was decided and why.
 
-    A run that the output directory holds keeps its values, and the data is not read.
-    For a new run the data is read, and decides the values that the user has not set.
-    ``data.loading`` and ``data.setting`` are not "auto" any more afterwards.
+    If the output directory holds a ``config.yaml`` and is not overwritten, the values
+    of that run are kept, and the data is not read. Otherwise the run is new: the data
+    is read, with a sample of its images, and decides the values that the user has not
+    set. ``data.loading`` and ``data.setting`` are not "auto" any more afterwards.
 
     Args:
-        config: The configuration before the data is read.
+        config: The configuration before the data is read. Without ``output`` the run is
+            new.
         given: The dotted keys that the user has set.
         overwrite: Whether a run in the same directory is started over.
-        measure_memory: Returns the free memory for the processes that train.
+        measure_memory: Returns the free memory for the processes that train. It is
+            called for a new run with ``data.loading`` "auto".
 
     Returns:
         The configuration of the run; and its rows, None if they were not read.
 
     Raises:
-        ConfigError: The data cannot be read, or does not fit the settings.
+        ConfigError: The data cannot be read or does not fit the settings;
+            ``data.num_novel`` of a new run is "auto"; the method needs the images in
+            memory and ``data.loading`` is "streaming"; or the stored ``config.yaml`` is
+            damaged.
     """
     if config.output is not None and not overwrite:
         storage = Storage(config.output)
@@ -126,10 +132,16 @@ def keep_derived(
 ) -> Config:
     """Replace settings by the values that were derived when the stored run began.
 
+    These are the settings of :func:`derived_keys`, ``data.validation_fraction`` and
+    ``data.value_range``. Also ``data.setting``, ``data.loading`` and ``data.num_novel``
+    are replaced where ``config`` has "auto", even if the user has set that.
+
     Args:
         config: The configuration of the command that resumes the run.
-        given: The dotted keys that the user has set. They are not replaced.
-        stored: The stored configuration of the run, by dotted key.
+        given: The dotted keys that the user has set. Apart from "auto", they are not
+            replaced.
+        stored: The stored configuration of the run, by dotted key. A key that it lacks
+            is not replaced.
 
     Returns:
         The configuration with the derived values of the stored run.
@@ -148,12 +160,18 @@ def keep_derived(
 def derived_keys(config: Config) -> tuple[str, ...]:
     """Return the keys of the settings that are derived from the data unless given.
 
+    ``data.setting``, ``data.loading`` and, in most cases, ``data.value_range`` are
+    decided elsewhere, and are not among them.
+
     Args:
         config: The configuration of the run.
 
     Returns:
-        Dotted keys. The result is empty for the preset ``scratch`` on the data of a
-        benchmark, and for a preset other than ``scratch``, ``photos`` and ``vectors``.
+        Dotted keys. For the presets ``photos`` and ``vectors``: the batch size, epochs
+        and warm-up epochs of discovery; also the settings of how images are read if
+        ``model.weights`` is a run, and ``model.encoder`` if it takes vectors. For the
+        preset ``scratch`` on the user's own data: all keys of :data:`OF_TRAINING`. For
+        ``scratch`` on a benchmark, and for other presets, none.
     """
     if config.preset in ("photos", VECTORS):
         of_encoder = OF_ENCODER if _starts_from_run(config) else ()
@@ -186,12 +204,15 @@ def derive_settings(
         task: The rows of the run.
 
     Returns:
-        Values by dotted key, some of :func:`derived_keys`; and a line for the user on
-        each decision.
+        Values by dotted key, for some of :func:`derived_keys` and, for any preset,
+        "data.value_range" if the images have more than 8 bits; and lines for the user
+        about these decisions.
 
     Raises:
         ConfigError: The encoder takes images and the source has vectors, or the
-            reverse. Or too many vectors are unusable.
+            reverse, or the vectors have another length. Or too many vectors are
+            unusable. Or the run that ``model.weights`` names has no valid
+            configuration.
     """
     given = {*given, *(SIZES if IMAGE_SIZE in given else ())}
     rules: tuple[Rule, ...] = ()
@@ -238,7 +259,8 @@ def _derive_vector_length(
 
     Returns:
         A mapping of "model.encoder" to its value, such as "vectors:384", which is empty
-        if the source holds images; and "", because no line is printed for the user.
+        if the source holds images; and always "", because no line is printed for the
+        user.
 
     Raises:
         ConfigError: The share of vectors with values that are not finite, or without
@@ -258,12 +280,16 @@ def _derive_image_settings(
 
     Args:
         config: The configuration so far.
-        given: The dotted keys that the user has set.
-        task: The rows of the run.
+        given: Not used here; the caller drops the keys that the user has set.
+        task: Not used here.
 
     Returns:
-        Values by dotted key, empty unless ``model.weights`` names a run; and a line for
-        the user that says so.
+        Values by dotted key, see :func:`settings_of_weights`, empty unless
+        ``model.weights`` names a run; and a line that says so, which has no meaning if
+        there are no values.
+
+    Raises:
+        ConfigError: The configuration of that run is missing or damaged.
     """
     values = settings_of_weights(config)
     size = values.get(SIZES[0], config.augment.large.size)
@@ -282,8 +308,9 @@ def settings_of_weights(config: Config) -> Values:
         config: The configuration of the new run.
 
     Returns:
-        Image sizes, crop padding, stem, mean and standard deviation by dotted key.
-        Empty if the weights are not those of a run.
+        Image sizes, crop padding, stem, mean, standard deviation and the range of
+        stored values, by dotted key (:data:`OF_ENCODER`). Empty if ``model.weights`` is
+        None, "pretrained" or a file.
 
     Raises:
         ConfigError: The configuration of that run is missing or damaged.
@@ -300,8 +327,10 @@ def derive_value_range(
 ) -> tuple[Values, str]:
     """Derive which stored values become black and white in images of more than 8 bits.
 
-    Nothing is derived if a sample of images has 8 bits, or if the run whose weights
-    this run starts from has a range.
+    The two values are percentiles of the pixels in a sample of images. Nothing is
+    derived if no image of the sample has more than 8 bits, if the user has set
+    "data.value_range", or if ``config`` has a range already, such as that of the run
+    whose weights this run starts from.
 
     Args:
         config: The configuration so far.
@@ -309,8 +338,8 @@ def derive_value_range(
         task: The rows of the run.
 
     Returns:
-        Values by dotted key, and a line for the user. Both are empty if nothing is
-        derived.
+        "data.value_range" with the pair (black, white), by its key, and a line for the
+        user. Both are empty if nothing is derived.
     """
     if "data.value_range" in given or config.data.value_range is not None:
         return {}, ""
@@ -327,7 +356,8 @@ def derive_value_range(
 def _starts_from_run(config: Config) -> bool:
     """Return whether ``model.weights`` is a run directory.
 
-    Otherwise it is None, the word "pretrained", or a file of weights.
+    Otherwise it is None, the word "pretrained", or a file of weights, which is told by
+    its suffix. It is not checked whether the directory exists.
     """
     source = config.model.weights
     return source not in (None, PRETRAINED) and not weights.is_file(source)
@@ -338,11 +368,13 @@ def _derive_image_size(
 ) -> tuple[Values, str]:
     """Derive the sizes of images in pixels, and the encoder's stem.
 
-    The size is the median of the images' shorter sides, down to a multiple of 4,
-    between 8 and the limit of :data:`MOST_PIXELS`. If the user gave the size of the
-    large view or that of the stored images, both get this size, that of the view if
-    both were given; the caller drops the keys that the user gave. Nothing is derived if
-    the encoder is a library's or has weights.
+    The size is the median of the shorter sides of a sample of images, down to a
+    multiple of 4, between 8 and the limit of :data:`MOST_PIXELS` for the stem. The stem
+    becomes "imagenet" for a median from 96 pixels, unless the user gave one or the
+    encoder is the small ResNet. If the user gave the size of the large view or that of
+    the stored images, both get this size, that of the view if both were given, and
+    nothing else is derived; the caller drops the keys that the user gave. Nothing is
+    derived if the encoder is not one of this package or has weights.
 
     Args:
         config: The configuration so far.
@@ -350,8 +382,9 @@ def _derive_image_size(
         task: The rows of the run.
 
     Returns:
-        Values by dotted key, empty if nothing is derived; and a line for the user,
-        which is "" unless the size follows from the images.
+        The sizes of views and of stored images, crop paddings and the stem by dotted
+        key, empty if nothing is derived; and a line for the user, which is "" unless
+        the size follows from the images.
     """
     if config.model.weights is not None or config.model.encoder not in OWN_ENCODERS:
         return {}, ""
@@ -381,7 +414,9 @@ def _derive_batch_size(
     """Derive the batch size for an encoder that is trained.
 
     An epoch has about :data:`STEPS_OF_EPOCH` steps. But a batch has at least 32 rows,
-    and at least :data:`MIN_ROWS_PER_CLUSTER` unlabeled rows of each class.
+    and at least :data:`MIN_ROWS_PER_CLUSTER` unlabeled rows of each class that
+    unlabeled rows can have. It never becomes larger than the batch size of ``config``,
+    or than the rows allow.
 
     Args:
         config: The configuration so far.
@@ -407,6 +442,8 @@ def _derive_batch_of_heads(
 ) -> tuple[Values, str]:
     """Derive the batch size for heads that are trained on features of a frozen encoder.
 
+    The batch size of ``config`` becomes smaller if there are too few rows for it.
+
     Args:
         config: The configuration so far.
         given: The dotted keys that the user has set.
@@ -414,7 +451,7 @@ def _derive_batch_of_heads(
 
     Returns:
         ``train.batch_size`` by its key, and a line for the user. Both are empty if the
-        batch size of ``config`` stays, or if no head is trained.
+        batch size of ``config`` stays, or if discovery has no epochs.
     """
     if not config.discover.epochs:
         return {}, ""
@@ -426,7 +463,8 @@ def _derive_fitting_batch(
 ) -> tuple[Values, str]:
     """Return the largest batch size up to ``wanted`` for which there are enough rows.
 
-    Unusable vectors are not counted as rows.
+    Unusable vectors are not counted as rows. If there are not enough rows for any batch
+    size, the smaller of ``wanted`` and the batch size of ``config`` is taken.
 
     Args:
         config: The configuration. Its batch size is the largest that is returned.
@@ -467,7 +505,8 @@ def _derive_epochs(
         task: The rows of the run.
 
     Returns:
-        Epochs and warm-up epochs of each phase by dotted key, and a line for the user.
+        Epochs and warm-up epochs of the phases that get a number, by dotted key, which
+        may be none; and a line for the user, which has no meaning if there are none.
     """
     scratch, values, parts = preset("scratch", config.recipe), Values(), list[str]()
     for name, most in EPOCHS.items():
