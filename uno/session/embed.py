@@ -37,7 +37,9 @@ def embed(
 
     Finished features are kept in the cache, so the same command resumes. A file that an
     earlier ``uno embed`` has written is replaced. Rows that cannot be read are left
-    out, with a warning.
+    out, with a warning. The columns are the ids, labels, splits, texts and paths of the
+    rows, the number of the view, and the features. The encoder is always frozen here,
+    whatever ``config`` says.
 
     Args:
         config: The configuration. ``config.data`` names the rows, ``config.model`` the
@@ -45,15 +47,18 @@ def embed(
             ends with ".parquet".
         given: The dotted keys that the user has set. Image settings that are not among
             them are taken from the run that ``model.weights`` names, if it names one.
+            ``data.value_range`` is otherwise derived from a sample of the images.
         num_views: The number of random views (randomly augmented versions of the image)
             that are written for each row, besides the evaluation view, the image
             without augmentation. It must be 0 if the rows are vectors.
 
     Raises:
         ConfigError: ``config.output`` is no such file, the encoder has no weights, the
-            data cannot be read, too many images cannot be read, or the file exists and
-            was not written by ``uno embed``.
-        Interrupted: The user stopped it.
+            data cannot be read or does not fit the encoder, too many images cannot be
+            read, views are wanted of vectors, or the file exists and was not written by
+            ``uno embed``.
+        StorageError: The file or the cache cannot be written.
+        Interrupted: The user stopped it while features were computed.
     """
     place = config.output
     if place is None or not place.endswith(".parquet"):
@@ -114,12 +119,17 @@ def embed(
 def fill_cache(config: Config) -> None:
     """Compute the features of a run's frozen encoder that the feature cache lacks.
 
+    The progress is shown. Nothing is returned, and nothing is written into the
+    directory of the run.
+
     Args:
-        config: The configuration of the run, with ``model.finetune`` "none". Weights
-            that a run has stored are read from its directory ``config.output``.
+        config: The configuration of the run, with ``model.finetune`` "none". With
+            ``model.weights`` "pretrained", the weights are read from the directory
+            ``config.output``, which must have stored them.
 
     Raises:
         ConfigError: The encoder has no weights, or the data cannot be read.
+        StorageError: The weights cannot be read, or the cache cannot be written.
         Interrupted: The user stopped it. Finished features are kept.
     """
     if config.data.num_novel == "auto":  # the number of classes changes no feature
@@ -133,7 +143,8 @@ def _compute_features(
 ) -> tuple[Tensor, list[str | None]]:
     """Return the features of all rows under a frozen encoder, and show the progress.
 
-    Features in the cache are read, and the others are computed and cached.
+    Features in the cache are read, and the others are computed and cached. If the rows
+    are vectors, these are the features.
 
     Args:
         config: The configuration. ``compute.num_workers`` decides where rows are
@@ -144,11 +155,13 @@ def _compute_features(
     Returns:
         D features of the N rows, float32 (N, 1 + V, D): first the evaluation view (the
         image without augmentation), then V random views, with V
-        ``augment.num_cached_views``. They are zeros for rows that cannot be read. For
-        each row the reason why it cannot be read, or None.
+        ``augment.num_cached_views``. They are zeros for rows that cannot be read, and
+        for the random views of test rows. For each row the reason why it cannot be
+        read, or None.
 
     Raises:
-        Interrupted: The user stopped it.
+        ConfigError: The encoder has no weights, or they do not fit.
+        Interrupted: The user stopped it. Finished features are kept.
     """
     stopping, backend = threading.Event(), choose_backend(config)
     encoding = backend.encoding(config, stopping.is_set)
@@ -161,12 +174,13 @@ def _describe_rows(rows: Rows, folder: str) -> dict[str, pa.Array]:
 
     Args:
         rows: The N rows.
-        folder: The folder of the file. Paths of images below it are stored relative to
-            it, so that both can be moved together. Other paths are left out.
+        folder: The folder of the file, "" for the working directory. Paths of images
+            below it are stored relative to it, so that both can be moved together.
+            Other paths become null.
 
     Returns:
         String arrays of length N by name: "id", "label", "split", "eval_label", "text"
-        and "path", without columns that are empty.
+        and "path". Columns in which all rows are null are left out.
     """
     text: dict[str, Any] = {"id": rows.ids, "label": rows.labels, "split": rows.split}
     text |= {} if rows.eval_labels is None else {"eval_label": rows.eval_labels}

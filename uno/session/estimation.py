@@ -28,6 +28,9 @@ def estimate_classes(
 ) -> Estimate | None:
     """Estimate the number of novel classes among unlabeled rows, and print the result.
 
+    The data is read, and the settings that it decides are printed, too. An estimate
+    that the directory holds for the same data and settings is not computed again.
+
     Args:
         config: The configuration before the data is read, from
             :func:`uno.session.configure.configure`. Its ``data.num_novel`` is not used.
@@ -37,7 +40,8 @@ def estimate_classes(
             the data.
         settings: The parameters of the estimate, such as the largest number to try;
             None for the defaults of :class:`~uno.results.estimate.Settings`.
-        dry_run: Whether everything is checked and nothing is computed.
+        dry_run: Whether the data is only read and checked, and a line says what would
+            be done.
         backend: The backend that computes. None chooses it by ``compute.num_workers``:
             this process for 0, otherwise Ray.
 
@@ -46,7 +50,8 @@ def estimate_classes(
 
     Raises:
         ConfigError: There are too few known classes or too few unlabeled rows, the data
-            cannot be read, or another command holds the directory.
+            cannot be read, too many images cannot be read, or another command holds the
+            directory.
         Interrupted: The user stopped it. Finished encoders are kept.
     """
     settings = settings or Settings()
@@ -98,9 +103,10 @@ def format_estimate(estimate: Estimate) -> str:
     """Format an estimate of the number of novel classes for the console.
 
     Returns:
-        A table with one row for each number k of novel classes that was tried: its
-        probability for a frozen encoder, otherwise its scores. Then the estimate with
-        its interval, the command that can follow, and warnings.
+        A text of several lines. The first part is a table with a row for each number k
+        of novel classes that was tried: its probability for a frozen encoder, where
+        improbable numbers are left out, otherwise its F1 score. Then come the estimate
+        with its interval, the option that can follow, and warnings if there are any.
     """
     lines = _curve_lines(estimate) if estimate.splits else _probability_lines(estimate)
     lines.append(
@@ -148,6 +154,9 @@ def _probability_lines(estimate: Estimate) -> list[str]:
     """Format a table with the probability of each number k of novel classes.
 
     Numbers of less than one percent are left out, unless they lie in the interval.
+
+    Returns:
+        Lines of text: an empty one, the heads of the columns, and the rows.
     """
     lines = ["", f"{'k':>4}  probability"]
     for k, share in zip(estimate.ks, estimate.curves["probability"], strict=True):
@@ -157,7 +166,11 @@ def _probability_lines(estimate: Estimate) -> list[str]:
 
 
 def _curve_lines(estimate: Estimate) -> list[str]:
-    """Format a table with the F1 score of each number k of novel classes."""
+    """Format a table with the F1 score of each number k of novel classes.
+
+    Returns:
+        Lines of text: an empty one, the heads of the columns, and the rows.
+    """
     lines = ["", f"{'k':>4}  {'F1':>5}"]
     for k, f1 in zip(estimate.ks, estimate.curves["f1"], strict=True):
         lines.append(f"{k:>4}  {f1:>5.3f}{_format_mark(estimate, k)}")

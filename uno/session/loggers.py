@@ -52,8 +52,8 @@ class Record(NamedTuple):
     def key(self, logger: str, new: Callable[[], str]) -> tuple[str, bool]:
         """Return the identifier of this run in the data base of a logger.
 
-        It is stored in the run directory, so that a resumed run continues the same
-        record.
+        A new identifier is written into the file ``loggers/LOGGER`` of the run
+        directory, so that a resumed run continues the same record.
 
         Args:
             logger: The name of the logger: "wandb" or "mlflow".
@@ -119,7 +119,9 @@ class TensorBoard:
         If the step is not larger than the last one, because training rolled back,
         TensorBoard hides the steps that were recorded from this step on. Each phase has
         a separate directory, because TensorBoard hides all later steps of a directory,
-        in every phase.
+        in every phase. The events are written to the disk at once. If the run directory
+        is a URI, they are uploaded when the pause since the last upload is over, which
+        is 30 seconds or more.
 
         Args:
             phase: The training phase, or "results".
@@ -145,6 +147,8 @@ class TensorBoard:
     def close(self, failed: bool) -> None:
         """Close the files of events, and upload them if the run directory is a URI.
 
+        The temporary folder of the events is deleted after the upload.
+
         Args:
             failed: Not used.
         """
@@ -155,7 +159,10 @@ class TensorBoard:
             shutil.rmtree(self._folder)
 
     def _upload(self) -> None:
-        """Upload all files of events, and set the time of the next upload."""
+        """Upload all files of events, and set the earliest time of the next upload.
+
+        The pause until then is longer if there were many bytes.
+        """
         start, num_bytes = time.monotonic(), 0
         for folder, _, names in os.walk(self._folder):
             for name in names:
@@ -214,7 +221,10 @@ class WandB:
         )
 
     def close(self, failed: bool) -> None:
-        """Finish the W&B run, with exit code 1 if it failed."""
+        """Finish the W&B run, with exit code 1 if it failed, otherwise 0.
+
+        This waits until W&B has uploaded everything, but at most a minute.
+        """
         self._run.finish(exit_code=int(failed))
 
 
@@ -270,7 +280,11 @@ class MLflow:
         )
 
     def close(self, failed: bool) -> None:
-        """Wait until MLflow has sent all metrics, then end the MLflow run."""
+        """Wait until MLflow has sent all metrics, then end the MLflow run.
+
+        Args:
+            failed: Whether the status becomes "FAILED" instead of "FINISHED".
+        """
         for operation in self._sending:
             operation.wait()
         self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
@@ -348,6 +362,9 @@ class Loggers(AbstractContextManager["Loggers"]):
     def results(self, values: Mapping[str, float]) -> None:
         """Send the finite metrics of the finished run to all loggers.
 
+        The loggers get them as step 0 of the phase "results". Nothing is sent if no
+        metric is finite.
+
         Args:
             values: The metrics by name.
         """
@@ -394,15 +411,16 @@ class Loggers(AbstractContextManager["Loggers"]):
 def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a line of metrics by name, for a logger.
 
-    Position values such as the epoch, :data:`POSITION_KEYS`, are left out.
+    Position values such as the epoch, :data:`POSITION_KEYS`, are left out, and so are
+    texts and lists.
 
     Args:
-        metrics: JSON values by name. The list "head_losses" has one loss for each
-            cluster head.
+        metrics: JSON values by name. The list "head_losses", which may be missing, has
+            one loss for each cluster head.
 
     Returns:
-        The numbers by name, and the loss of each head as "head_loss/0", "head_loss/1"
-        and so on.
+        The numbers by name, also those that are not finite, and the loss of each head
+        as "head_loss/0", "head_loss/1" and so on.
     """
     values = {
         k: v
