@@ -75,6 +75,9 @@ def discover(
     """Train and evaluate a run, and write its model, predictions, metrics and report.
 
     The same call resumes an interrupted run, and prints the results of a finished one.
+    With ``overwrite`` the former run of the directory is deleted when the new one
+    begins to train, and put back if the command ends before that. The directory is
+    locked while files are written into it.
 
     Args:
         config: The configuration before the data is read, from
@@ -88,13 +91,15 @@ def discover(
             rows, which may follow a pretext task; or "discover". After "pretrain"
             nothing is evaluated, and no model, predictions or report are written.
         predict: Whether the trained model then classifies all rows of the data, and the
-            predictions are written into the run directory.
+            predictions are written into the run directory. A run that was finished
+            before is not predicted again.
         report: Whether a report is written, also of a finished run that has none.
         backend: Does the work of the run. None chooses it by ``compute.num_workers``:
             this process for 0, otherwise Ray.
 
     Raises:
-        ConfigError: The run cannot succeed, or another command holds its directory.
+        ConfigError: The run cannot succeed, its directory holds a run of other settings
+            or data and not ``overwrite``, or another command holds its directory.
         NumericsError: Training met numbers that are not finite, again and again.
         StorageError: A file cannot be read or written.
         Interrupted: The user stopped it. The same call resumes.
@@ -123,8 +128,8 @@ def discover(
             def show(line: dict[str, Any]) -> None:
                 """Send a line of metrics to the loggers.
 
-                The first line of a training phase also deletes the former run of the
-                directory.
+                A line of a training phase, not one of reading the data, also deletes
+                the former run of the directory, if it is still there.
                 """
                 if line.get("phase") in PHASES:
                     discard_former_run()
@@ -145,7 +150,9 @@ def discover(
 def evaluate(target: str, given: Mapping[str, Any]) -> None:
     """Evaluate a finished run again, and update its report if the metrics have changed.
 
-    The new metrics replace ``metrics.json`` of the run, and are printed.
+    The new metrics replace ``metrics.json`` of the run, and are printed. The model card
+    is written anew, and the folder ``model/`` if it is missing. A report is updated
+    only if there is one, and the predictions are not.
 
     Args:
         target: The directory of the run, a path or URI.
@@ -153,8 +160,9 @@ def evaluate(target: str, given: Mapping[str, Any]) -> None:
             (``compute.*``), and where the data is now (``data.*``).
 
     Raises:
-        ConfigError: There is no such run, or its data has changed.
-        StorageError: The run has no trained model, or a file is damaged.
+        ConfigError: There is no such run, its data cannot be read or has changed, or
+            another command holds the directory.
+        StorageError: The run has no checkpoint of discovery, or a file is damaged.
         Interrupted: The user stopped it. The former metrics stay.
     """
     run = open_stored_run(target, given)
@@ -176,8 +184,8 @@ def evaluate(target: str, given: Mapping[str, Any]) -> None:
 def report(target: str, given: Mapping[str, Any]) -> str:
     """Write the HTML report of a run, finished or not, and return its path or URI.
 
-    If the data is missing or has changed, the report shows what the directory still
-    holds.
+    If the data is missing or has changed, a warning is printed, and the report shows
+    what the directory still holds. The directory is not locked.
 
     Args:
         target: The directory of the run, a path or URI.
@@ -185,7 +193,9 @@ def report(target: str, given: Mapping[str, Any]) -> str:
             (``compute.*``), and where the data is now (``data.*``).
 
     Raises:
-        ConfigError: There is no such run, or its ``config.yaml`` is damaged.
+        ConfigError: There is no such run, its ``config.yaml`` is damaged, or a setting
+            is refused.
+        StorageError: The report cannot be written.
     """
     run = open_stored_run(target, given)
     run.opened, run.data_problem = open_task(run.config, run.storage)
@@ -203,12 +213,16 @@ def apply_classes(run: Run, model: Classifier, edited: list[OutputClass]) -> Non
     or evaluated again if other classes were merged or dropped; new names are written
     into the stored predictions.
 
-    A file that the directory does not have, such as a report, is not created.
+    A file that the directory does not have, such as a report, is not created. The model
+    card is always written. A report, or an exported model, that cannot be updated is
+    named in a printed warning and stays as it is. The last line that is printed names
+    what was updated.
 
     Args:
         run: The run, inside ``run.locked()``, so that no other command writes into its
             directory. ``run.storage`` may also be a copy of its folder ``model/``
             alone; only the model, its card and exported models change then.
+            ``run.evaluate`` is set here.
         model: Its model, with the classes before the edit.
         edited: All classes after the edit, as many as before and in the same order. A
             discovered class is merged if its ``into`` is the index of another class,
@@ -274,18 +288,26 @@ def finish(
 ) -> None:
     """Update the files of a run, at the end of each command that works on one.
 
-    New metrics are written last, because ``metrics.json`` marks a finished run.
+    The order is the model card, the predictions, the report, a note in
+    ``model/classes.json``, and the metrics. New metrics are written last, because
+    ``metrics.json`` marks a finished run.
 
     Args:
         run: The run. Unless only the report is written, it must be locked (inside
             ``run.locked()``).
         model: Its model, for the model card and the predictions. None if the model card
-            stays as it is and nothing is predicted.
+            stays as it is; ``predict`` must be False then.
         metrics: Its new metrics, values by name. None if it was not evaluated:
-            ``metrics.json`` stays as it is.
+            ``metrics.json`` stays as it is. Otherwise ``model/classes.json`` notes that
+            the metrics belong to its merged and dropped classes.
         predict: Whether ``model`` classifies all rows of the run, and the new
             predictions replace those that are stored.
         report: Whether the HTML report is written.
+
+    Raises:
+        ConfigError: Rows are to be classified, and the data of the run cannot be read.
+        StorageError: A file cannot be written, or ``model/classes.json`` is missing or
+            damaged.
     """
     if model is not None:
         _write_card(run, model, (run.metrics or {}) if metrics is None else metrics)
@@ -319,7 +341,9 @@ def plan_run(
 ) -> None:
     """Check a run in full and print what it would do: a dry run.
 
-    Nothing is trained or encoded, and no file is written.
+    Images are decoded for up to a minute. Nothing is trained or encoded, and no file of
+    the run is written. Weights "pretrained" may be downloaded into the cache of their
+    library.
 
     Args:
         config: The configuration before the data is read, from
@@ -333,7 +357,7 @@ def plan_run(
             ``compute.num_workers``: this process for 0, otherwise Ray.
 
     Raises:
-        ConfigError: The run cannot succeed.
+        ConfigError: The run cannot succeed, or ``data.num_novel`` is "auto".
     """
     run = open_run(config, given, overwrite, last, backend, dry_run=True)
     check_run(run, in_full=True)
@@ -352,10 +376,16 @@ def plan_run(
 def _begin_directory(run: Run) -> None:
     """Write the first files of a new run, or check that a resumed run has not changed.
 
-    Then print what the run will do.
+    The first files are the environment, the configuration, the modification times of
+    the images, and ``run.first_files``. Each of the latter is also written if a resumed
+    run lacks it. Then print what the run will do.
+
+    Args:
+        run: The run, inside ``run.locked()``.
 
     Raises:
-        ConfigError: The directory holds a run of other settings or data.
+        ConfigError: The directory holds a run of other settings or data, or an image
+            was modified since the run began.
     """
     storage = run.storage
     directory.begin_run(run.config, storage, run.task.rows.fingerprint)
@@ -411,9 +441,14 @@ def describe_run(config: Config, phases: tuple[str, ...]) -> Iterator[str]:
 def _train_and_evaluate(run: Run, also: Show = lambda line: None) -> dict[str, float]:
     """Train the unfinished phases of a locked run, evaluate it, and show the progress.
 
+    Before that, files that interrupted commands left in the directory are deleted.
+    Printed lines say from which step a run resumes, and at the end how many streamed
+    images could not be read.
+
     Args:
-        run: The run, inside ``run.locked()``. ``run.backend`` becomes the backend that
-            predicts rows and decodes images after training.
+        run: The run, inside ``run.locked()``. ``run.phases`` are trained, none if it is
+            empty. ``run.backend`` becomes the backend that predicts rows after
+            training.
         also: Also receives each line of metrics, values by name, besides the console.
             By default nothing else receives them.
 
@@ -447,7 +482,15 @@ def _train_and_evaluate(run: Run, also: Show = lambda line: None) -> dict[str, f
 
 
 def _save_model(run: Run) -> Classifier:
-    """Write the trained model of a run into its folder ``model/``, and return it."""
+    """Write the trained model of a run into its folder ``model/``, and return it.
+
+    The network ``run.trained`` is moved to the CPU. No class is merged or dropped, and
+    discovered classes are named "novel-1" and so on.
+
+    Raises:
+        StorageError: The run has no checkpoint of discovery, or a file cannot be
+            written.
+    """
     model, best_head = run.trained
     return save_model(run.config, run.storage, model.cpu(), best_head, run.task.known)
 
@@ -455,7 +498,8 @@ def _save_model(run: Run) -> Classifier:
 def _write_card(run: Run, model: Classifier, metrics: Mapping[str, float]) -> None:
     """Write the model card ``README.md`` beside the files of a run's model.
 
-    If the rows of the run are not open, the card keeps its former line on the data.
+    If the rows of the run are not open (``run.opened`` is None), the card keeps the
+    line on the data of the former card, if there is one.
 
     Args:
         run: The run.
@@ -493,8 +537,11 @@ def _mark_measured(storage: Storage) -> None:
 def show_results(storage: Storage, values: dict[str, float]) -> None:
     """Print the results of a finished run, and which commands can follow.
 
-    The results are the verdict, the numbers of unlabeled images in each class, and the
-    table of accuracies if the data has true classes.
+    The results are the verdict, if the metrics have one; the numbers of images in each
+    predicted class, if the run has predictions, among all rows that training saw no
+    label of, which includes test rows; and the table of accuracies, if the data has
+    true classes. Commands are only suggested if the run has a report. Predictions that
+    are damaged are left out.
 
     Args:
         storage: The run directory.

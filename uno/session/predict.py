@@ -52,23 +52,30 @@ def predict(
     """Classify the images of a source with the model of a run: ``uno predict``.
 
     Without a source, the rows of the run itself are classified. The predictions are a
-    table of Parquet files, in the folder ``predictions`` of the output directory.
+    table of Parquet files, in the folder ``predictions`` of the output directory. Files
+    that an interrupted command has finished are not computed again. The numbers of rows
+    and the paths of what was written are printed.
 
     Args:
         target: The directory of the run, or a copy of its folder ``model/``, a path or
             URI.
         given: Settings by dotted key: the source (``data.*``, such as "data.source"),
             the output directory ("output"), and where to compute (``compute.*``). With
-            a source, "output" is required. Without "output" the predictions replace
-            those in the directory of the run. Other keys are not read.
+            any key of ``data.*``, "output" is required. "data.limit" is the number of
+            rows, evenly spaced over the source, or over the rows of the run. Without
+            "output" the predictions replace those in the directory of the run. Other
+            keys are not read.
         embedding: Whether the table also has the features, the output of the encoder.
-        csv: Whether the table is also written as ``predictions.csv``.
-        folders: Whether images are also copied into a folder for each class.
+        csv: Whether the table, without the features, is also written as
+            ``predictions.csv`` of the output directory.
+        folders: Whether images are also copied into ``by_class/`` of the output
+            directory, with a folder for each class.
 
     Raises:
-        ConfigError: The source does not fit the model, "output" is missing, the output
-            directory is that of a run, or it holds predictions of another model or
-            other data.
+        ConfigError: The source cannot be read or does not fit the model, "output" is
+            missing, the output directory of a source is that of a run, it holds
+            predictions of another model or other data, or ``folders`` is asked for
+            vectors without images.
         StorageError: There is no trained model, or a file is damaged.
         Interrupted: The user stopped it. Finished parts of the table are kept.
     """
@@ -132,10 +139,11 @@ def predict(
 def predict_run(run: Run, model: Classifier) -> Summary:
     """Classify all rows of a run, and write the predictions into its directory.
 
-    Predictions of an earlier model, or of changed images, are replaced. If all
-    predictions of this model are there, nothing is computed; if some are there, only
-    the missing ones are computed. A signal to stop is not handled here; the caller may
-    use :func:`uno.session.console.interrupt_on_signal`.
+    Predictions of an earlier model, of changed classes or of changed images are
+    replaced. If all predictions of this model are there, nothing is computed; if some
+    are there, only the missing ones are computed. The table has no features. A signal
+    to stop is not handled here; the caller may use
+    :func:`uno.session.console.interrupt_on_signal`.
 
     Args:
         run: The run, inside ``run.locked()``, so that no other command writes into its
@@ -164,6 +172,9 @@ def predict_run(run: Run, model: Classifier) -> Summary:
 
 def _predict(run: Run, model: Classifier, writer: PredictionWriter) -> Summary:
     """Classify the rows that a writer has not written yet, and show the progress.
+
+    Afterwards the predictions are marked as complete. If only some rows were written
+    before, a line says so.
 
     Args:
         run: The run, whose backend does the work.
