@@ -1437,7 +1437,10 @@ def parse_yaml(data: bytes, where: str) -> Mapping[str, Any]:
 
 
 def dump_yaml(config: Config) -> str:
-    """Return the configuration as YAML, which :func:`load_yaml` reads."""
+    """Return the configuration as YAML text, which :func:`parse_yaml` reads.
+
+    All settings are in it, also those that have their default.
+    """
     return yaml.dump(
         to_dict(config),
         Dumper=SAFE_DUMPER,

@@ -191,8 +191,9 @@ def _values_for_source(given: Mapping[str, Any], preset: Values) -> Values:
         preset: The values of the preset by dotted key.
 
     Returns:
-        Values for ``data.known_classes`` and ``data.validation_fraction`` by dotted
-        key. A key is left out if the value of the preset stays.
+        Values by dotted key: "data.known_classes", which is None, and
+        "data.validation_fraction", which is that of the preset, or 0.1 if the preset
+        has none. A key is left out if its rule does not apply.
     """
     values, source = Values(), given.get("data.source")
     kind, preset_kind = (

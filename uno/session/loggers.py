@@ -396,6 +396,8 @@ class Loggers(AbstractContextManager["Loggers"]):
     def _switched_off_by_errors(self, name: str) -> Iterator[None]:
         """Switch a logger off, with a warning, if the block raises an error.
 
+        The error goes no further. KeyboardInterrupt and the like are still raised.
+
         Args:
             name: The name of the logger, such as "wandb".
         """

@@ -58,7 +58,9 @@ def open_run(
     read, except in a dry run of a run that is stored.
 
     Nothing is written into the directory of the run, with one exception: a former run,
-    which a killed command with ``--overwrite`` has set aside, is moved back.
+    which a killed command with ``--overwrite`` has set aside, is moved back, or deleted
+    if the new run has a checkpoint. What was decided is printed. Weights "pretrained"
+    are fetched if the directory lacks them, and are in ``first_files`` of the run.
 
     Args:
         config: The configuration before the data is read, from
@@ -77,8 +79,10 @@ def open_run(
         The run, not locked, with ``resumes`` set if its directory holds it already.
 
     Raises:
-        ConfigError: The settings do not fit each other or the data, the directory holds
-            something else, or ``data.num_novel`` is "auto" in a dry run.
+        ConfigError: The settings do not fit each other or the data, the weights are
+            missing or do not fit, the package of a logger is missing, the directory
+            holds something else or a run of other settings or data, another command
+            holds the directory, or ``data.num_novel`` is "auto" in a dry run.
         Interrupted: The user stopped the estimate of the number of novel classes.
     """
     assert config.output is not None
@@ -135,7 +139,8 @@ def open_stored_run(target: str, given: Mapping[str, Any]) -> Run:
             (``compute.*``), and where the data is now (``data.*``).
 
     Returns:
-        The run, not locked. Its rows are read at the first use of ``run.task``.
+        The run, not locked and without phases to train, with ``resumes`` set. Its rows
+        are read at the first use of ``run.task``.
 
     Raises:
         ConfigError: The directory holds no run or a damaged one, or this machine lacks
@@ -152,7 +157,8 @@ def check_source(config: Config, given: Mapping[str, Any]) -> None:
     """Check the data of a configuration in full, and print a report.
 
     This is ``uno data check``. The directory of the run is neither read nor written,
-    weights of a library are not fetched, and the memory of this machine is not checked.
+    weights of a library are not fetched, and it is not checked whether the run fits
+    into memory. Images are decoded for up to a minute.
 
     Args:
         config: The configuration before the data is read, from
@@ -184,12 +190,12 @@ def check_run(run: Run, in_full: bool = False) -> None:
     """Check that a run can succeed, before anything is computed.
 
     The data, the memory and the library that computes the encoder (PyTorch or OpenVINO)
-    are checked.
+    are checked. Findings on the data and a summary of it are printed.
 
     Args:
-        run: The run.
+        run: The run. If it resumes, no images are read.
         in_full: Whether to decode images for up to a minute, and to print the table of
-            classes.
+            classes. Otherwise only a part of the images is read.
 
     Raises:
         ConfigError: The run cannot succeed. For example, its data does not fit into
@@ -216,6 +222,9 @@ def check_data(
 ) -> None:
     """Check the data of a run before anything is computed, and print the findings.
 
+    Warnings and notes are printed, and last a line with the numbers of rows and
+    classes. Before an error only the table of ``in_full`` is printed.
+
     Args:
         config: The configuration of the run, after its data was read.
         task: Its rows, with their classes and splits.
@@ -224,10 +233,12 @@ def check_data(
         read_images: Whether a sample of images is read. False for a run that resumes
             with unchanged data.
         in_full: Whether to decode images for up to a minute, and to print the table of
-            classes.
+            classes, which includes the findings. It has no effect on images if
+            ``read_images`` is False.
 
     Raises:
-        ConfigError: The run cannot succeed with this data.
+        ConfigError: The run cannot succeed with this data. The message is that of the
+            first error.
     """
     seconds = CHECK_SECONDS if in_full else 0
     problems = check(task, config, seconds, batch_is_derived, read_images)
@@ -255,15 +266,19 @@ def check_data(
 def _examine_directory(run: Run, overwrite: bool) -> None:
     """Set ``run.resumes`` to whether the output directory holds this run already.
 
+    Nothing is written here. A warning is logged if the code of the encoder has changed
+    since the run began.
+
     Args:
-        run: The run. If its directory holds a run that resumes, the files that describe
-            the run are brought up to date. Otherwise nothing is written here.
-        overwrite: Whether a run in the directory is started over.
+        run: The run. Its rows are read if it resumes.
+        overwrite: Whether a run in the directory is started over. ``run.resumes`` is
+            False then.
 
     Raises:
         ConfigError: The directory holds something else; or it holds a run of other
             settings or data, and ``overwrite`` is False. A new directory is inside the
-            folder of the data; or a run that is overwritten has the data inside it.
+            folder of the data; or a run that is overwritten has the data, the weights
+            or the list of known classes inside it.
     """
     is_run = directory.is_run(run.storage)
     run.resumes = is_run and not overwrite
@@ -277,8 +292,9 @@ def _restore_former_run(storage: Storage) -> None:
     """Complete a command with ``--overwrite`` that was killed.
 
     Such a command has set the former run of the directory aside, into its folder
-    ``former/``. If the new run has no checkpoint yet, its files are deleted and the
-    former run is moved back. If the new run has one, the former run is deleted.
+    ``former/``. If the new run has no checkpoint yet, its files are deleted, the former
+    run is moved back, and a line is printed. If the new run has one, the former run is
+    deleted. The directory is locked meanwhile.
 
     Args:
         storage: The run directory. Nothing happens if it has no folder ``former/``.
@@ -302,9 +318,9 @@ def _require_separate_paths(config: Config, storage: Storage, is_run: bool) -> N
 
     Raises:
         ConfigError: If ``is_run``, the run to be overwritten holds the data, the
-            weights or the list of known classes. Otherwise, the directory is inside a
-            folder of classes or tables, where the run would be read as data the next
-            time.
+            weights or the list of known classes. Otherwise, the directory is inside the
+            folder of a source whose subfolders are read, such as a folder of classes,
+            where the run would be read as data the next time.
     """
     data = config.data
     if data.labeled is not None and data.unlabeled is not None:
@@ -332,9 +348,13 @@ def _require_separate_paths(config: Config, storage: Storage, is_run: bool) -> N
 
 
 def _is_below(path: str, folder: str) -> bool:
-    """Return whether a path or URI is a folder, or is inside it.
+    """Return whether a path or URI is a folder itself, or is inside the folder.
 
-    Links of local paths are followed.
+    Relative local paths count from the working directory, and links are followed.
+
+    Args:
+        path: The path or URI of a file or folder, which need not exist.
+        folder: The path or URI of the folder.
     """
     inner, outer = (
         name if is_uri(name) else os.path.realpath(name)
@@ -353,8 +373,8 @@ def with_full_path(config: Config) -> Config:
             or "pretrained".
 
     Raises:
-        ConfigError: There is neither a file of weights nor a pretrained run at this
-            path.
+        ConfigError: The name has the suffix of a file of weights and there is no such
+            file, or it has none and there is no run with a checkpoint of pretraining.
     """
     if config.model.weights in (None, PRETRAINED):
         return config
@@ -377,7 +397,10 @@ def starting_weights(config: Config, overwrite: bool) -> bytes | None:
     These are weights of a library (torchvision or timm), which ``model.weights``
     "pretrained" asks for. They are read from the run directory if it has them,
     otherwise from the library's cache or the internet. An encoder and weights that do
-    not fit are refused here, before any data is read.
+    not fit are refused here, before any data is read: the encoder is built, the weights
+    are loaded, and it is run on a black image. This is left out for weights in the run
+    directory, for vectors, and for an encoder of this package without weights or with
+    those of a run. Nothing is written into the run directory.
 
     Args:
         config: The configuration before the data is read. ``config.output`` is the run
@@ -393,6 +416,7 @@ def starting_weights(config: Config, overwrite: bool) -> bytes | None:
         ConfigError: The encoder cannot be built, the weights do not exist or cannot be
             downloaded or do not fit the encoder, or ``model.finetune`` is "none"
             without weights.
+        StorageError: A file of weights cannot be read, or holds no weights.
     """
     source, fetched, tensors = config.model.weights, None, None
     if config.model.finetune == "none" and source is None:

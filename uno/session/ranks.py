@@ -56,7 +56,11 @@ class _TorchWorker(distributed.GroupWorker):
         self.asked_to_stop, self._show = asked_to_stop, show  # type: ignore[method-assign]
 
     def report(self, metrics: dict[str, Any]) -> None:
-        """Show a line of metrics on the console and in the loggers; on rank 0 only."""
+        """Pass a line of metrics to the function ``show`` of this worker.
+
+        On rank 0 it shows the line on the console and in the loggers. On the other
+        ranks it does nothing.
+        """
         self._show(metrics)
 
 
@@ -77,14 +81,20 @@ class TorchrunBackend(LocalBackend):
     def lead_or_follow(self, command: Callable[["TorchrunBackend"], int]) -> int:
         """Run the command on rank 0, and help with it on the other ranks.
 
-        The first rank that ends with an error raises it. A rank that fails after it,
-        usually because of it, only returns its exit code.
+        If the command ends before it trains, the other ranks end, too.
 
         Args:
             command: Takes this backend, and returns an exit code. Called on rank 0.
 
         Returns:
-            The exit code of this rank.
+            The exit code of this rank: that of ``command`` on rank 0, and 0 on the
+            others. If this rank ends with an :class:`~uno.errors.UnoError` and another
+            rank has ended with one before, it is the exit code of the error.
+
+        Raises:
+            UnoError: The error of this rank, if no other rank has ended with an
+                UnoError before, or if that cannot be known because the store of
+                torchrun is gone. Errors of other classes are always raised.
         """
         try:
             if self.rank == 0:
@@ -137,7 +147,8 @@ class TorchrunBackend(LocalBackend):
         """Return the free memory for one rank, in bytes.
 
         Each rank decodes all images, so a rank gets an equal share of the machine's
-        memory. The whole memory of its GPU belongs to the rank.
+        memory. Of its GPU it gets the whole free memory, or the share
+        ``compute.gpus_per_worker`` if that is below 1.
 
         Args:
             config: The configuration, which decides whether a GPU is used.
@@ -146,10 +157,10 @@ class TorchrunBackend(LocalBackend):
         return memory._replace(host=memory.host // self._local_size)
 
     def train(self, run: Run, show: Show) -> dict[str, float]:
-        """Train and evaluate the run on all ranks. Only rank 0 calls this.
+        """Train and evaluate the run on all ranks. Only rank 0 calls this, and once.
 
         The description of the run is sent to the other ranks first, which wait for it
-        in :meth:`follow`.
+        in :meth:`follow`. It includes the token of the lock, so that they can write.
 
         Args:
             run: The run, inside ``run.locked()``, so that no other command writes into
@@ -158,6 +169,12 @@ class TorchrunBackend(LocalBackend):
 
         Returns:
             The metrics by name, empty unless ``run.evaluate``.
+
+        Raises:
+            ConfigError: Too many images cannot be read.
+            NumericsError: Training met numbers that are not finite, again and again.
+            StorageError: A checkpoint or other file cannot be read or written.
+            Interrupted: The user stopped it, or another rank was lost.
         """
         assert run.lock is not None
         self._send_job(
@@ -176,11 +193,14 @@ class TorchrunBackend(LocalBackend):
     def follow(self) -> None:
         """Train and evaluate the run that rank 0 describes, and print nothing.
 
-        This waits until rank 0 begins to train. It returns if rank 0 ends without
-        training.
+        This waits without limit until rank 0 begins to train. It returns at once if
+        rank 0 ends without training. What training prints is discarded.
 
         Raises:
             ConfigError: This machine has other data than that of rank 0.
+            StorageError: This machine does not see the lock of the run, or it is held
+                by another command.
+            UnoError: Training has raised it, as on rank 0.
         """
         while not self._store.check(["job"]):
             time.sleep(POLL_S)
@@ -231,12 +251,14 @@ class TorchrunBackend(LocalBackend):
         """Train and evaluate a run as one of the ranks. All ranks call this.
 
         Rank 0 computes and caches the features of a frozen encoder before the other
-        ranks open the data. SIGTERM is ignored outside of training, because torchrun
-        sends it to all ranks as soon as one has ended.
+        ranks open the data, and it alone lists unreadable images. A signal asks
+        training to stop, and the request of rank 0 counts. If an error ends this
+        function, SIGTERM is ignored from then on, because torchrun sends it to all
+        ranks as soon as one has ended. The number of threads of PyTorch is set.
 
         Args:
-            run: The run.
-            show: Takes each line of metrics on rank 0.
+            run: The run. Its phases are trained; without phases it is only evaluated.
+            show: Takes each line of metrics of this rank.
 
         Returns:
             The metrics by name, the same on all ranks; empty unless ``run.evaluate``.

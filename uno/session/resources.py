@@ -1,4 +1,4 @@
-"""Estimate the memory of a run.
+"""Measure the free memory, and estimate the memory that a run needs.
 
 The estimate decides whether images are kept in memory or streamed, and refuses a run
 that cannot fit.
@@ -76,7 +76,11 @@ def free_memory(config: Config) -> FreeMemory:
 
 
 def free_host_bytes() -> int:
-    """Return the bytes of memory that the system and the container have left."""
+    """Return the bytes of main memory that are free for this process.
+
+    This is the smaller of what Linux calls available and what is left of the
+    container's limit. On other systems it is the whole memory of the machine.
+    """
     free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError), open(MEMINFO, encoding="ascii") as file:  # Linux only
         for line in file:
@@ -93,7 +97,7 @@ def free_host_bytes() -> int:
 
 
 def free_device_bytes(config: Config) -> int | None:
-    """Return the free bytes of the GPU of this process.
+    """Return the free bytes of the GPU that this process uses by default.
 
     Args:
         config: The configuration. ``compute.device`` says whether a GPU is used.
@@ -109,7 +113,8 @@ def free_device_bytes(config: Config) -> int | None:
 def trains_on_features(config: Config) -> bool:
     """Return whether a run trains on cached features of a frozen encoder.
 
-    This is so if ``model.finetune`` is "none" and images are not streamed.
+    This is so if ``model.finetune`` is "none" and images are not streamed. Vectors in
+    the place of images count as such features.
 
     Args:
         config: The configuration of the run.
@@ -121,7 +126,8 @@ def row_bytes(config: Config) -> int:
     """Return the bytes that one row takes in memory.
 
     These are its decoded pixels, or with a frozen encoder its cached features: of the
-    evaluation view and of all random views.
+    evaluation view and of all random views. For vectors one view is counted. Whether
+    images are streamed does not matter here.
 
     Args:
         config: The configuration of the run.
@@ -138,6 +144,10 @@ def choose_loading(
     config: Config, num_rows: int, memory: FreeMemory
 ) -> tuple[Loading, str]:
     """Choose whether the images of a run are kept in memory or streamed.
+
+    The wish of the user counts. With "auto" they are kept in memory if the run needs
+    that (vectors, a pretext task, or the method), or if they fit into 60 % of the
+    tightest limit in ``memory``.
 
     Args:
         config: ``data.loading`` is the wish of the user, or "auto".
@@ -183,8 +193,10 @@ def _image_budget(config: Config, memory: FreeMemory) -> tuple[float, str]:
         memory: The free memory of the machines of the run.
 
     Returns:
-        A number of bytes, and the name of the tightest limit, such as "free host
-        memory".
+        The number of bytes, which is 60 % of the tightest limit, and the name of this
+        limit, such as "free host memory". What Ray's processes need is subtracted from
+        the free main memory. With workers and a frozen encoder, half of the main memory
+        counts, because the features are in this process and in Ray's object store.
     """
     workers = config.compute.num_workers
     programs = RAY_BYTES + workers * WORKER_BYTES if workers else 0
@@ -233,7 +245,7 @@ def store_bytes(config: Config, num_rows: int) -> int | None:
 
     Images in memory are in the store twice: as they are read, and as they are kept.
     Streamed images need a fixed size for each worker. Both sizes are limited to a share
-    of the free memory.
+    of the free main memory, 60 and 30 %.
 
     Args:
         config: The configuration of the run.
@@ -256,8 +268,10 @@ def store_bytes(config: Config, num_rows: int) -> int | None:
 def check_memory(config: Config, task: Task) -> None:
     """Check that a run can fit into the free memory of this machine.
 
-    The network is built for this, so that a method can refuse the encoder. Memory is
-    neither checked for the machines of a cluster nor for GPUs of workers.
+    Without workers and with a GPU this is the memory of the GPU, otherwise the main
+    memory. Images count if they are kept in memory. The network is built for this, so
+    that a method can refuse the encoder. Memory is neither checked for the machines of
+    a cluster nor for GPUs of workers.
 
     Args:
         config: The configuration of the run.
@@ -265,7 +279,7 @@ def check_memory(config: Config, task: Task) -> None:
 
     Raises:
         ConfigError: The run needs more memory than is free. The message lists the
-            parts.
+            parts. Or the network cannot be built.
     """
     workers, parts = config.compute.num_workers, estimate_training_bytes(config, task)
     on_cluster = os.environ.get("RAY_ADDRESS", "local") not in ("", "local")
@@ -306,9 +320,11 @@ def estimate_training_bytes(config: Config, task: Task) -> dict[str, int]:
         task: Its rows, which have the numbers of classes.
 
     Returns:
-        Bytes by part: of the "network" with gradients and momentum, and of the
-        "activations" of the encoder in a step of discovery. The latter are 0 if they
-        are not estimated, or if the encoder is frozen and its features are cached.
+        Bytes by part: of the "network" with gradients and momentum, once for each
+        worker, and of the "activations" of the encoder for the global batch of a step
+        of discovery, half of them in bfloat16. The latter are 0 if they are not
+        estimated, if discovery has no epochs, or if the encoder is frozen and its
+        features are cached.
     """
     library = config.model.encoder.partition(":")[0]
     # vectors have small heads, which on that device import PyTorch's compiler
@@ -341,7 +357,7 @@ def estimate_activation_bytes(encoder: nn.Module, side: int) -> int:
     The outputs of all layers with trained weights are counted, in float32.
 
     Args:
-        encoder: A network on the device "meta".
+        encoder: A network on the device "meta". It is put into eval mode, and run once.
         side: The height and width of the image in pixels.
     """
     total = 0
