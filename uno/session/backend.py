@@ -83,6 +83,9 @@ class LocalBackend:
         Phases continue from their newest checkpoints. If images are kept in memory, the
         rows of ``run.task`` hold the decoded images, or the features of a frozen
         encoder, afterwards. PyTorch's number of threads is set for the whole process.
+        The first signal to stop is handled while data is opened and phases are trained.
+        The evaluation after that is not stopped in this way, unless there are no
+        phases.
 
         Args:
             run: The run, inside ``run.locked()``, so that no other command writes into
