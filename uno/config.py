@@ -1204,8 +1204,9 @@ def field_names(method: str = DEFAULT) -> tuple[str, ...]:
         method: The discovery method, whose own fields are included at the end.
 
     Raises:
-        ValueError: There is no such method.
+        ConfigError: There is no such method.
     """
+    section(method)  # its error is one line, that of ``Config`` has several
     return tuple(flatten(to_dict(Config(method=method))))
 
 

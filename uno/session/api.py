@@ -474,7 +474,7 @@ def store_embeddings(
             on.
 
     Returns:
-        A copy of the settings, with ``data`` set to "vectors:FILE".
+        A copy of the settings, with ``data.source`` set to "vectors:FILE".
 
     Raises:
         ConfigError: The settings name data (``data`` or ``labeled``), a setting is
@@ -500,7 +500,7 @@ def store_embeddings(
     folder, name = split(place)
     if not Storage(folder).exists(name):
         vectors.store(place)
-    return {**settings, "data": f"{VECTORS}:{place}"}
+    return {**settings, "data.source": f"{VECTORS}:{place}"}
 
 
 def _discover_source(

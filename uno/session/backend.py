@@ -24,7 +24,12 @@ from uno.results.infer import Classifier, accelerated_encoder
 from uno.results.predictions import PredictionWriter, Summary, predict_rows
 from uno.runs.hardware import local_device, num_threads
 from uno.session import resources
-from uno.session.console import Progress, on_stop, print_line
+from uno.session.console import (
+    Progress,
+    interrupt_on_signal,
+    on_stop,
+    print_line,
+)
 from uno.session.data import (
     Compute,
     Sets,
@@ -83,9 +88,8 @@ class LocalBackend:
         Phases continue from their newest checkpoints. If images are kept in memory, the
         rows of ``run.task`` hold the decoded images, or the features of a frozen
         encoder, afterwards. PyTorch's number of threads is set for the whole process.
-        The first signal to stop is handled while data is opened and phases are trained.
-        The evaluation after that is not stopped in this way, unless there are no
-        phases.
+        The first signal to stop lets training end after its step, and ends the
+        evaluation at once.
 
         Args:
             run: The run, inside ``run.locked()``, so that no other command writes into
@@ -120,7 +124,12 @@ class LocalBackend:
                 lambda: worker.stop_requested,
             )
             train = train_phases(run, sets, worker)
-        with nullcontext() if run.phases else on_stop(stop):
+        stopped = (
+            "stopped before the run was finished; resume with the same command"
+            if run.phases
+            else "stopped; nothing was changed"
+        )
+        with interrupt_on_signal(stopped):
             return evaluate_rows(run, sets, train, worker)
 
     def after_training(self, task: Task) -> Backend:

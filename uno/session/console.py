@@ -120,8 +120,10 @@ def on_stop(request: Callable[[], object], line: str | None = None) -> Iterator[
 
     hung_up = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
     taken = [number for number in STOP_SIGNALS if number != signal.SIGHUP or hung_up]
-    old = {number: signal.signal(number, handle) for number in taken}
+    old = {number: signal.getsignal(number) for number in taken}
     try:
+        for number in taken:
+            signal.signal(number, handle)
         yield
     finally:
         for number, handler in old.items():
@@ -324,5 +326,6 @@ def output_closed() -> bool:
             poll.register(stream.fileno(), 0)
             if poll.poll(0):  # POLLERR or POLLHUP: nobody holds the other end
                 gone = True
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+                with open(os.devnull, "wb") as nowhere:
+                    os.dup2(nowhere.fileno(), stream.fileno())
     return gone

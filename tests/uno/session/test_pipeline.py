@@ -49,7 +49,7 @@ def test_the_last_lines_are_the_classes_and_what_to_do_next(tmp_path, capsys, tr
         "known classes: novel-1 (1)",
         "no class: unreadable (1)",
     )
-    assert lines[:3] == [f"unlabeled images of {what}" for what in of]
+    assert lines[:3] == [f"no label in training, {what}" for what in of]
     assert report == f"next: open {tmp_path}/{REPORT_FILE}"
     assert classes == f"      uno classes {tmp_path} --rename novel-2=NAME"
     assert predict == f"      uno predict {tmp_path} --data SOURCE --output DIR"
