@@ -378,9 +378,10 @@ def report(argv: Sequence[str]) -> int:
 def export(argv: Sequence[str]) -> int:
     """Write the model of a run, or its predictions, in a format of other tools.
 
-    The paths of the written files are printed, for a model also the size of its file. A
-    model is written into its folder of the run (``model/``) and predictions into the
-    run directory, unless ``--output`` names another place.
+    The paths of the written files are printed, for a model also the size of its file
+    and whether it was checked against the model. A model is written into its folder of
+    the run (``model/``) and predictions into the run directory, unless ``--output``
+    names another place.
 
     Args:
         argv: The arguments after ``uno export``: the run directory, and the format:
@@ -426,8 +427,9 @@ def export(argv: Sequence[str]) -> int:
 def data(argv: Sequence[str]) -> int:
     """Check a data set (``uno data check``), or write it as Parquet shards (``pack``).
 
-    The check writes no file. It prints the classes, their sizes, and problems such as
-    images that cannot be read. ``--shard-mb`` is the size of a shard, by default 128.
+    The check writes nothing into ``--output``. It prints the classes, their sizes, and
+    problems such as images that cannot be read. ``--shard-mb`` is the size of a shard,
+    by default 128.
 
     Args:
         argv: The arguments after ``uno data``, of which the first is ``check`` or

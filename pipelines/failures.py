@@ -117,7 +117,8 @@ def was_preempted(error: Exception) -> bool:
     Ray marks such a death in its error, a RayActorError with ``preempted``.
 
     Args:
-        error: The error of the worker, as Ray reports it.
+        error: The error of the worker, as Ray reports it: a RayActorError, or an error
+            that has it as the attribute ``health_check_failure``.
     """
     failure = getattr(error, "health_check_failure", error)
     return isinstance(failure, RayActorError) and failure.preempted

@@ -52,8 +52,8 @@ def compute_on_ray(
         Up to 128 rows at a time, in the order of ``rows``: their row numbers; their
         features float32 (m, 1 + V, D), D numbers for the evaluation view (the image
         without augmentation) and for each of V random views; and for each row the
-        reason why its image cannot be read, or None. On CPUs the
-        features are equal, bit for bit, to those that one process computes.
+        reason why its image cannot be read, or None. On CPUs the features are equal,
+        bit for bit, to those that one process computes.
 
     Raises:
         ConfigError: The encoder returns numbers that are not finite, or the cluster had

@@ -317,11 +317,11 @@ def check_shares(config: Config, each: Resources | None = None) -> None:
 def with_decoding(config: Config, each: Resources) -> Resources:
     """Return the resources of GPU workers with more CPUs, which decode their images.
 
-    It is called for runs that stream their images. A worker gets an equal share of the
-    CPUs of its node, a whole number: as many workers share a node as its GPUs allow. Of
-    all nodes that have a GPU for a worker the smallest share counts. Nothing changes
-    for workers without a GPU, which compute with all cores anyway, and if
-    ``compute.cpus_per_worker`` is set.
+    This is meant for runs that stream their images, which is not checked here. A worker
+    gets an equal share of the CPUs of its node, a whole number: as many workers share a
+    node as its GPUs allow. Of all nodes that have a GPU for a worker the smallest share
+    counts. Nothing changes for workers without a GPU, which compute with all cores
+    anyway, and if ``compute.cpus_per_worker`` is set.
 
     Args:
         config: The configuration of the run.

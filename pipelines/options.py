@@ -417,6 +417,8 @@ def _read_flags(
 ) -> dict[str, Argument]:
     """Return the options that a command line may have, and read its ``--config`` files.
 
+    No file is read for a command that takes no field of the configuration.
+
     Args:
         groups: The options of the command line with their words, from
             :func:`_split_options`.

@@ -63,6 +63,7 @@ def pack_data(config: Config, shard_mb: int, given: Mapping[str, Any]) -> int:
     ):
 
         def show(done: int, total: int) -> None:
+            """Show the number of finished rows and of all rows as the progress."""
             progress({"phase": "pack", "step": done, "total_steps": total})
 
         store = (

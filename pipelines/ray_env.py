@@ -49,9 +49,10 @@ def connect(
     started on this machine and ended with the block. If this process is connected to
     Ray already, that connection is used and left open.
 
-    Variables of :data:`ENVIRONMENT` that are unset in ``os.environ`` are set, and stay.
-    A private cluster has its temporary files in an own directory, which is deleted at
-    the end. Ctrl-C and SIGHUP that came while Ray was starting take effect afterwards.
+    Variables of :data:`ENVIRONMENT` that are unset in ``os.environ`` are set, and stay;
+    without a cluster also ``RAY_AUTH_MODE``, to ``disabled``. The processes of a
+    private cluster get a temporary directory, which is deleted at the end. Ctrl-C and
+    SIGHUP that came while Ray was starting take effect afterwards.
 
     Args:
         store_bytes: The size in bytes of the object store of a private cluster; None
@@ -196,9 +197,10 @@ def _start(
 def _with_token_advice(error: Exception) -> str:
     """Return the error of a failed connection to a cluster as one line, with advice.
 
-    The advice says how to set the token of a cluster with token authentication
-    (``RAY_AUTH_MODE=token``). A missing or wrong token is the usual cause, and Ray's
-    own text does not name it.
+    A missing or wrong token is the usual cause, and Ray's own text does not name it. If
+    token authentication is off here, the advice says how to switch it on
+    (``RAY_AUTH_MODE=token``) and where the token belongs. If it is on, the advice says
+    to check the token file.
     """
     mode = os.environ.get(AUTH_MODE, "")
     if mode.lower() != "token":

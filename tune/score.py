@@ -171,8 +171,8 @@ def make_folds(
         them from the others; unlabeled rows take no part. For every other score only
         the real problem: to discover the classes of the unlabeled rows, without hidden
         classes. Each problem has its training rows, and the rows on which a trial is
-        scored. Its classes are numbered anew: those that stay known first, then the
-        hidden ones.
+        scored. With hidden classes, the classes of a problem are numbered anew: those
+        that stay known first, then the hidden ones.
 
     Raises:
         ConfigError: There are too few known classes for these folds.

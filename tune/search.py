@@ -229,7 +229,8 @@ class SweepSearcher(Searcher):
         the trials that an earlier command has begun.
 
         Returns:
-            For each such trial its values by dotted key.
+            For each such trial its values by dotted key, first those of the trials
+            that an earlier command has begun.
         """
         begun = [self._begun[i].overrides for i in self.missing if i in self._begun]
         new = [i for i in self.missing if i not in self._begun]

@@ -140,7 +140,8 @@ class Domain:
         The first choice or the lower bound has 0, the last choice or the upper bound
         has 1. Choices between are equally spaced, and numbers of a range are placed on
         the domain's scale. A number outside has the position of the nearest end. A
-        value that is neither a choice nor a number has 0.
+        number that is none of the choices lies between its neighbors, if all choices
+        are numbers. Any other value has 0.
 
         Raises:
             ValueError: The scale is ``log``, and the number is not above 0.

@@ -115,10 +115,11 @@ def run_trial(
 ) -> None:
     """Train and score the epochs that a trial still lacks.
 
-    Each fold is trained for one epoch before the next epoch begins, and starts from a
-    pretraining, which is run here if it is not shared and finished. A line for each
-    epoch is appended to ``epochs.jsonl`` of the trial, and checkpoints are written into
-    a folder for each fold. A trial with all epochs is only reported.
+    Each fold is trained for one epoch before the next epoch begins. It starts from the
+    weights of the configuration, or else from a pretraining, which is run here if it is
+    not shared and finished. A line for each epoch is appended to ``epochs.jsonl`` of
+    the trial, and checkpoints are written into a folder for each fold. A trial with all
+    epochs is only reported.
 
     Args:
         trial: The trial, with its hyperparameter values and the results of the epochs
@@ -330,8 +331,8 @@ def missing_pretrainings(
         storage: The directory of the sweep.
 
     Returns:
-        Each pretraining once. The list is empty if the user gave weights. A trial whose
-        fold has fewer rows than a batch is left out.
+        Each pretraining once. The list is empty if the user gave weights. A fold that
+        has fewer rows than a batch of the trial gets none for it.
     """
     found: dict[str, Pretraining] = {}
     if options.config.model.weights is not None:
@@ -440,9 +441,10 @@ def _local_worker(sweep: Sweep) -> LocalWorker:
 def note_failure(storage: ClaimedStorage, index: int, error: Exception) -> None:
     """Write an error of a trial to its file ``failure.json``.
 
-    The file has the ``kind`` of the error (its class), a one-line ``reason``, and for
-    an error that is no UnoError also the ``traceback``. The reason has at most 300
-    characters. Nothing is raised if the file cannot be written.
+    The file has the ``kind`` of the error (its class) and a one-line ``reason`` of at
+    most 300 characters. For an error that is no UnoError the reason begins with the
+    class, and the file also has the ``traceback``. Nothing is raised if the file cannot
+    be written.
 
     Args:
         storage: The directory of the sweep.
