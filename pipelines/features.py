@@ -107,7 +107,7 @@ def make_block(job: FeatureJob, rows: np.ndarray, start: int, stop: int) -> pa.T
         A table with a row for each image: ``row``, the position in ``rows``; ``seed``
         of the random views; ``has_views``, whether the image gets random views; and
         either ``number``, under which a reader finds the image, or ``image`` and
-        ``shape``, the encoded image or its pixels, see
+        ``shape``, its encoded bytes, pixels or path, see
         :func:`~uno.data.images.to_columns`.
     """
     own = rows[start:stop]

@@ -304,7 +304,8 @@ def make_block(writer: PredictionWriter, rows: np.ndarray) -> pa.Table:
         A table with a row for each image: ``row``, its row number; ``id``; ``label``,
         the name of the class with which the model was trained on it, or null; and
         either ``number``, under which a reader finds the image, or ``image`` and
-        ``shape``, the image itself, see :func:`~uno.data.images.to_columns`.
+        ``shape``, its encoded bytes, pixels or path, see
+        :func:`~uno.data.images.to_columns`.
     """
     names = writer.names_of(rows)
     return pa.table(

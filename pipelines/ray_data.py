@@ -269,7 +269,7 @@ def image_block(images: Images, rows: np.ndarray) -> pa.Table:
     Returns:
         A table with a row for each image: ``row``, its row number; and either
         ``number``, under which a reader finds the image, or ``image`` and ``shape``,
-        the image itself, see :func:`~uno.data.images.to_columns`.
+        its encoded bytes, pixels or path, see :func:`~uno.data.images.to_columns`.
     """
     return pa.table({"row": pa.array(rows), **to_columns(images, rows)})
 
