@@ -1,6 +1,7 @@
-"""The backend that does a run's work on Ray: training, predictions, and estimates.
+"""The backend that does the work of a run on Ray: training, predictions, estimates.
 
-``uno`` loads it by name.
+:func:`uno.session.backend.choose_backend` imports it by its name, because the package
+``uno`` imports no Ray.
 """
 
 import logging
@@ -53,7 +54,8 @@ class RayBackend(LocalBackend):
         """Return the free memory in bytes of the machines on which workers would run.
 
         On a running cluster this waits for nodes for the workers, and tasks of Ray
-        measure them, see :func:`pipelines.nodes.free_memory`.
+        measure them, see :func:`pipelines.nodes.free_memory`. Without a running
+        cluster, or if no task answers within 60 s, this machine is measured.
 
         Args:
             config: The configuration of the run.
@@ -63,16 +65,24 @@ class RayBackend(LocalBackend):
             for a worker; ``store``, the size of the smallest object store of a running
             cluster; and ``driver``, the free main memory of this machine if the others
             are of nodes. A value that does not apply is None.
+
+        Raises:
+            ConfigError: The cluster is too small for the workers, and does not grow
+                within ``compute.wait_minutes``.
         """
         return nodes.free_memory(config)
 
     def train(self, run: Run, show: Show) -> dict[str, float]:
         """Train and evaluate a run with Ray Data and Ray Train.
 
+        The workers write checkpoints into the directory of the run.
+
         Args:
             run: The run, inside ``run.locked()``, so that no other command writes into
                 its directory. ``run.phases`` are trained from their newest checkpoints;
-                without phases the run is only evaluated.
+                without phases the run is only evaluated. If it is evaluated and its
+                images are not streamed, its rows hold the decoded images or the
+                features afterwards.
             show: Takes each line of training metrics, values by name.
 
         Returns:
@@ -82,33 +92,38 @@ class RayBackend(LocalBackend):
             ConfigError: The cluster has no place for the workers, or too many images
                 cannot be read.
             Interrupted: The user has asked to stop, or workers keep dying.
+            UnoError: A worker raised it for the user to act on.
+            Exception: Another error of the workers' code occurred three times in a row
+                without a new checkpoint.
         """
         return run_on_ray(run, show)
 
     def after_training(self, task: Task) -> Backend:
         """Return the backend for the work after training, such as predictions.
 
-        The aim is the one that ends sooner: Ray for many images that must still be
-        read, this process for few images or for images that it already has in memory.
+        The aim is to end soon: Ray is faster for many images that must still be read,
+        and this process for few images or for images that it already has in memory.
 
         Args:
             task: All rows of the run, with their images.
 
         Returns:
-            A local backend if there are fewer than 20,000 rows, or if this process
-            already has the features of the rows. If it already has their decoded
-            images, this Ray backend is returned only if the cluster runs already, and a
-            local one otherwise. If it has neither, this Ray backend is returned.
+            A :class:`~uno.session.backend.LocalBackend` if there are fewer than 20,000
+            rows, or if this process already has the features of the rows. If it already
+            has their decoded images, this Ray backend is returned only if
+            :meth:`is_cluster` is true, and a local one otherwise. If it has neither,
+            this Ray backend is returned.
         """
         ready = task.rows.images.prepared(np.arange(0))
         is_left = ready is None or (ready[0].ndim > 2 and self.is_cluster())
         return self if is_left and len(task.rows) >= RAY_PAYS_ROWS else LocalBackend()
 
     def is_cluster(self) -> bool:
-        """Return whether a Ray cluster runs that this command has not started.
+        """Return whether commands use a Ray cluster that they have not started.
 
-        It is the cluster at ``RAY_ADDRESS``, or one that ``ray start`` has started on
-        this machine.
+        It is the cluster at ``RAY_ADDRESS``, which is not contacted here, or one that
+        ``ray start`` has started on this machine and that accepts a connection. There
+        is none if ``RAY_ADDRESS`` is ``local``.
         """
         return ray_env.cluster_address() is not None
 
@@ -121,8 +136,11 @@ class RayBackend(LocalBackend):
     ) -> Summary:
         """Classify rows with Ray actors that load the model from the files of its run.
 
+        This connects to the cluster, or starts a private one, and disconnects at the
+        end. A connection that this process has already is used, and left open.
+
         Args:
-            run: The run of the model.
+            run: The run of the model. Its configuration has the number of workers.
             model: The model. It is not used, because the actors load it.
             writer: Has the rows to classify, and writes a Parquet file of predictions
                 for each partition of rows. Partitions that are written already are not
@@ -133,6 +151,10 @@ class RayBackend(LocalBackend):
         Returns:
             The path of the predictions, and the numbers of all, readable and unreadable
             rows.
+
+        Raises:
+            ConfigError: The cluster cannot be reached, or had no place for the workers
+                within ``compute.wait_minutes``.
         """
         config, files = run.config, read_model_files(run.storage)
         with ray_env.connect(workers=config.compute.num_workers) as ray:
@@ -143,6 +165,10 @@ class RayBackend(LocalBackend):
         self, config: Config, should_stop: Callable[[], bool]
     ) -> Iterator[Compute]:
         """Connect to Ray, and yield a function that encodes rows on its workers.
+
+        At the end of the ``with`` block the connection is closed, which also ends a
+        private cluster that was started for it. A connection that this process had
+        before is left open.
 
         Args:
             config: The configuration of the run, with the number of workers.
@@ -161,17 +187,22 @@ class RayBackend(LocalBackend):
     def estimate(self, run: Run, settings: Settings) -> Estimate:
         """Estimate the number of novel classes, with several tasks of Ray at once.
 
+        At most ``compute.num_workers`` tasks run at a time. With a frozen encoder Ray
+        only computes the features, and this process clusters them.
+
         Args:
             run: The run with the labeled and unlabeled rows, inside ``run.locked()``.
-                The estimate is stored in its directory.
+                The estimate and pretrained encoders are stored in its directory.
             settings: The parameters of the estimate, such as the largest number to try.
 
         Returns:
             The estimated number, with its interval.
 
         Raises:
-            ConfigError: The images do not fit into the memory of this machine, or no
-                node had a place for a task in time.
+            ConfigError: The images do not fit into the memory of this machine, no node
+                had a place for a task within ``compute.wait_minutes``, there are too
+                few known classes or unlabeled rows, or too many images cannot be read.
+            Interrupted: Ray lost a task, and could not run it again.
         """
         config = run.config
         check_driver_memory(config, len(run.task.rows))

@@ -86,17 +86,20 @@ def run_guarded(command: Command, argv: Sequence[str]) -> int:
     """Run a command and return its exit code, also if it raises an error.
 
     An error or Ctrl-C becomes one line on stderr, and never a traceback. Characters
-    that stdout or stderr cannot encode are printed as escapes.
+    that stdout or stderr cannot encode are printed as escapes. A stdout or stderr that
+    the shell has closed is replaced by the null device, for the rest of the process.
 
     Args:
         command: Takes the arguments and returns an exit code.
         argv: The arguments.
 
     Returns:
-        The exit code of the command, usually 0. After a :class:`~uno.errors.UnoError`
-        its ``exit_code``, such as 2 for a ConfigError and 75 for Interrupted; 130 after
-        Ctrl-C; 141 if the reader of the output is gone; 1 after an unexpected error, a
-        defect of this program.
+        The exit code of the command, usually 0, or the code with which it calls
+        ``sys.exit``. After a :class:`~uno.errors.UnoError` its ``exit_code``, such as 2
+        for a ConfigError and 75 for Interrupted; a missing package counts as a
+        ConfigError, and a full disk as a StorageError (4). 130 after Ctrl-C; 141
+        without a line if the reader of the output is gone; 1 after an unexpected error,
+        a defect of this program, whose traceback is then in a temporary file.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the shell: `uno ... >&-`
@@ -109,8 +112,9 @@ def run_guarded(command: Command, argv: Sequence[str]) -> int:
 def _escaped_output() -> Iterator[None]:
     """Show characters that stdout or stderr cannot encode as escapes, inside the block.
 
-    Names of classes and files come from the user's data, and a terminal may be unable
-    to show them. Without this, printing such a name would raise UnicodeEncodeError.
+    Afterwards the streams handle such characters as before. Names of classes and files
+    come from the user's data, and a terminal may be unable to show them. Without this,
+    printing such a name would raise UnicodeEncodeError.
     """
     changed = list[tuple[io.TextIOWrapper, str]]()
     for stream in (sys.stdout, sys.stderr):
@@ -128,14 +132,18 @@ def _escaped_output() -> Iterator[None]:
 def _run_guarded(command: Command, argv: Sequence[str]) -> int:
     """Run a command and return its exit code, also if it raises an error.
 
-    An error or Ctrl-C is printed as one line on stderr.
+    An error or Ctrl-C is printed as one line on stderr, with the advice to resume after
+    Interrupted. The traceback of an unexpected error is written to a temporary file.
 
     Args:
         command: Takes the arguments and returns an exit code.
         argv: The arguments.
 
     Returns:
-        The exit code of the command or of its error, see :func:`run_guarded`.
+        The exit code of the command, or the code with which it calls ``sys.exit``.
+        After a UnoError, or an error that stands for one (a missing package, a full
+        disk), its ``exit_code``; 130 after Ctrl-C; 141, without a line, if the reader
+        of the output is gone; and 1 after any other error.
     """
     # Requests ignores this, too, but where threads import other packages its filter may
     # be gone by then.
@@ -177,7 +185,7 @@ def _dispatch(argv: Sequence[str]) -> int:
 
     Args:
         argv: The arguments of ``uno``: the name of a command and the arguments for it,
-            ``--help`` or ``--version``.
+            ``--help``, ``-h`` or ``--version``.
 
     Returns:
         The exit code of the command; 0 after ``--help`` or ``--version``; 2 for an
@@ -203,6 +211,8 @@ def _dispatch(argv: Sequence[str]) -> int:
 def _help_text(commands: dict[str, EntryPoint]) -> str:
     """Return the text of ``uno --help``, which has a line for each installed command.
 
+    The commands of this package come first, then others in alphabetical order.
+
     Args:
         commands: The entry points of the installed commands, by the name of the
             command. Commands of other packages have a line without a sentence.
@@ -227,7 +237,8 @@ uno COMMAND --help lists a command's options; uno --version prints the version."
 def _print_message(line: str, code: int) -> int:
     """Print a message as one line on stderr, and return the given exit code.
 
-    The line begins with ``uno:``. Line breaks in the message become blanks.
+    The line begins with ``uno:``. Line breaks in the message become blanks. Nothing is
+    raised if stderr has no reader.
 
     Args:
         line: The message.
@@ -241,8 +252,11 @@ def _print_message(line: str, code: int) -> int:
 def _report_defect(error: Exception) -> int:
     """Report an unexpected error, a defect of this program, and return the exit code 1.
 
-    The traceback is written to a temporary file. One line on stderr names the error and
-    the file.
+    The command line and the traceback are written to a temporary file, which stays. One
+    line on stderr names the error and the file, or why the file cannot be written.
+
+    Args:
+        error: The error.
     """
     try:
         text = f"{' '.join(sys.argv)}\n\n{''.join(traceback.format_exception(error))}"

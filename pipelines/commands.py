@@ -233,6 +233,8 @@ DOCTOR = Command(
 def demo(argv: Sequence[str]) -> int:
     """Run ``uno discover`` on the packaged digits, by default with two Ray workers.
 
+    It writes into ``runs/demo``, unless ``--output`` names another directory.
+
     Args:
         argv: The arguments after ``uno demo``. ``--workers`` among them replaces the
             number of workers.
@@ -253,9 +255,10 @@ def discover(
 
     It is pretrained first, unless weights are given. The same command resumes an
     interrupted run. ``--explain`` only prints every value of the configuration and
-    where it comes from. ``--dry-run`` checks the data, prints the plan of the run, and
-    keeps nothing. If torchrun has started this process, rank 0 runs the command and
-    the other ranks follow it.
+    where it comes from; it reads the data for this, unless the number of novel classes
+    is ``auto``. ``--dry-run`` checks the data, prints the plan of the run, and keeps
+    nothing. If torchrun has started this process, rank 0 runs the command and the other
+    ranks follow it.
 
     Args:
         argv: The arguments after the name of the command.
@@ -263,8 +266,8 @@ def discover(
             ``pretrain`` or ``demo``.
         last: The last phase to train, "pretrain" or "discover". After "pretrain"
             nothing is evaluated, and only checkpoints are written.
-        ranks: All ranks of torchrun, given only when rank 0 calls this function again
-            to lead them; None otherwise.
+        ranks: The backend that trains on all ranks of torchrun. It is given only when
+            rank 0 calls this function again to lead them; None otherwise.
 
     Returns:
         The exit code 0. A problem raises an error; but a rank of torchrun that fails
@@ -314,7 +317,8 @@ def pretrain(argv: Sequence[str]) -> int:
 def evaluate(argv: Sequence[str]) -> int:
     """Compute the metrics of a finished run anew, and write its ``metrics.json``.
 
-    The metrics are printed, too. The HTML report is written again if they have changed.
+    Nothing is trained. The metrics are printed, too. The HTML report is written again
+    if there is one and the metrics have changed.
 
     Args:
         argv: The arguments after ``uno evaluate``: the run directory and options.
@@ -334,7 +338,9 @@ def predict(argv: Sequence[str]) -> int:
 
     They are Parquet files in the folder ``predictions/`` of ``--output``, with one row
     for each image. Without ``--data`` the images are those that the run was trained on,
-    and the folder is in the run directory.
+    and the default of ``--output`` is the run directory. ``--embedding`` adds the
+    features of the encoder to each row. ``--csv`` also writes ``predictions.csv``, and
+    ``--folders`` also copies each readable image into a folder for its class.
 
     Args:
         argv: The arguments after ``uno predict``: the run directory and options.
@@ -372,7 +378,10 @@ def report(argv: Sequence[str]) -> int:
 def export(argv: Sequence[str]) -> int:
     """Write the model of a run, or its predictions, in a format of other tools.
 
-    The paths of the written files are printed.
+    The paths of the written files are printed, for a model also the size of its file
+    and whether it was checked against the model. A model is written into its folder of
+    the run (``model/``) and predictions into the run directory, unless ``--output``
+    names another place.
 
     Args:
         argv: The arguments after ``uno export``: the run directory, and the format:
@@ -385,8 +394,8 @@ def export(argv: Sequence[str]) -> int:
 
     Raises:
         ConfigError: ``--images``, the folder or URL at which an annotation tool finds
-            the images, is given with a format of no annotation tool; or the model or
-            its predictions cannot be exported.
+            the images, is given with a format that is not of an annotation tool; or the
+            model or its predictions cannot be exported.
     """
     own = parse(argv, EXPORT).args
     from uno.data.files import Storage
@@ -418,8 +427,9 @@ def export(argv: Sequence[str]) -> int:
 def data(argv: Sequence[str]) -> int:
     """Check a data set (``uno data check``), or write it as Parquet shards (``pack``).
 
-    The check prints the classes, their sizes, and problems such as images that cannot
-    be read.
+    The check writes nothing into ``--output``. It prints the classes, their sizes, and
+    problems such as images that cannot be read. ``--shard-mb`` is the size of a shard,
+    by default 128.
 
     Args:
         argv: The arguments after ``uno data``, of which the first is ``check`` or
@@ -451,7 +461,8 @@ def embed(argv: Sequence[str]) -> int:
     """Write the features that a frozen encoder computes for every image of a source.
 
     They are written to the Parquet file of ``--output``, which ``--data vectors:FILE``
-    and other programs read.
+    and other programs read. It has a row for the evaluation view of each image, and
+    with ``--views N`` also for N random views. Unreadable images are left out.
 
     Args:
         argv: The arguments after ``uno embed``.
@@ -470,7 +481,8 @@ def estimate(argv: Sequence[str]) -> int:
     """Estimate the number of novel classes among the unlabeled images of a source.
 
     The estimate is printed, and written to ``estimate.json`` in the output directory.
-    With ``--dry-run`` only the data is checked.
+    With ``--dry-run`` the data is checked and a summary printed, and nothing is
+    computed or written.
 
     Args:
         argv: The arguments after ``uno estimate-classes``.
@@ -498,6 +510,10 @@ def doctor(argv: Sequence[str]) -> int:
 
     Returns:
         2 if a finding is an error, so that a run would fail; else 0.
+
+    Raises:
+        ConfigError: A directory is given without ``--cluster``, or ``--cluster`` is
+            given and there is no running cluster, or it cannot be reached.
     """
     own = parse(argv, DOCTOR).args
     from pipelines.doctor import machine
@@ -522,10 +538,12 @@ def classes(argv: Sequence[str]) -> int:
     The edits are those of the file ``RUN/classes.yaml``, if there is one, or of another
     such file, ``--file``. To these are added the names of ``--from``, a table of labels
     that people gave to images, by which classes are named in a majority vote; or of
-    ``--rename``, new names such as ``5=nine``. If there is none of all these,
-    ``RUN/classes.yaml`` is written as a template to edit. Otherwise the edits are
-    checked. With ``--apply``, and always with ``--rename``, the model and all files of
-    the run are then updated, and ``RUN/classes.yaml`` gets the edits.
+    ``--rename``, new names such as ``5=nine``. If none of these is given,
+    ``RUN/classes.yaml`` is written as a template to edit, and nothing is applied, also
+    with ``--apply``. Otherwise the edits are checked and, without ``--rename``, printed
+    as a line for each discovered class. With ``--apply``, and always with ``--rename``,
+    the model and all files of the run are then updated, and ``RUN/classes.yaml`` gets
+    the edits. Otherwise no file is changed, and the next command is printed.
 
     Args:
         argv: The arguments after ``uno classes``: the run directory and options.
@@ -630,6 +648,9 @@ def _name_by_labels(
 
 def _split_path(path: str) -> tuple[Storage, str]:
     """Split the path of a file into its folder and its name.
+
+    A leading ``~`` is replaced by the home directory. A path without a folder is in the
+    working directory.
 
     Returns:
         The folder as a storage, in which files can be read and written by name; and the

@@ -49,11 +49,12 @@ class Finding(NamedTuple):
 def machine() -> Iterator[Finding]:
     """Check versions, devices, disk, shared memory and the Ray cluster of this machine.
 
-    The cluster is the running one that commands would use, if there is one.
+    The cluster is the running one that commands would use, if there is one. Whether it
+    accepts a connection is checked, but not its nodes.
 
     Yields:
         A finding for each property: its level, ``ok``, ``warning`` or ``error``; a
-        text; and advice, or "".
+        text; and advice, or "". A machine without a GPU is ``ok``.
     """
     yield Finding("ok", ", ".join(f"{name} {v}" for name, v in versions().items()))
     for i in range(torch.cuda.device_count()):
@@ -82,9 +83,10 @@ def _check_ray() -> Iterator[Finding]:
     The cluster is that of :func:`pipelines.ray_env.cluster_address`, if there is one.
 
     Yields:
-        Findings, each with its level, a text, and advice or "": a warning if Ray or the
-        package for ``ray job submit`` is missing, an error if the cluster does not
-        answer, else ``ok``.
+        Findings, each with its level, a text, and advice or "". One warning and nothing
+        else if Ray is not installed. A warning if the package for ``ray job submit`` is
+        missing. Then ``ok`` if there is no running cluster or if it accepts a
+        connection, and an error if it does not.
     """
     if importlib.util.find_spec("ray") is None:
         yield Finding(
@@ -114,7 +116,8 @@ def _check_ray() -> Iterator[Finding]:
 def _check_space() -> Iterator[Finding]:
     """Check the size of shared memory, and the free space on the disks of a run.
 
-    The disks are those of the working directory and of Ray's temporary files.
+    The disks are those of the working directory and of Ray's temporary files
+    (``RAY_TMPDIR``, by default ``/tmp``).
 
     Yields:
         A finding for shared memory (``/dev/shm``), if there is any: a warning below 1
@@ -142,17 +145,20 @@ def examine_cluster(place: str | None) -> Iterator[Finding]:
     """Check all nodes of the running Ray cluster that commands use.
 
     On each node the versions of packages are compared with those of this machine, and
-    the number of GPUs that PyTorch sees with the number that Ray counts.
+    the number of GPUs that PyTorch sees with the number that Ray counts. A node that
+    does not answer within 60 s gets an error.
 
     Args:
         place: A directory, path or URI, that all nodes must see; a file is written
             there and deleted. None checks no directory.
 
     Yields:
-        A finding for each node: its level, ``ok`` or ``error``, and a text.
+        A finding for each node that is alive, after all have answered: its level,
+        ``ok`` or ``error``, and a text.
 
     Raises:
-        ConfigError: There is no running cluster.
+        ConfigError: There is no running cluster, or it cannot be reached.
+        StorageError: This machine cannot write the file.
     """
     if ray_env.cluster_address() is None:
         raise ConfigError("no Ray cluster is named or runs here: RAY_ADDRESS=HOST:6379")
@@ -198,11 +204,12 @@ def node_facts(place: str | None, name: str) -> dict[str, Any]:
 
     Args:
         place: The directory that all nodes must see, a path or URI; None checks none.
-        name: The name of a file that must be in the directory.
+        name: The name of a file in the directory that must hold the text ``seen``.
 
     Returns:
-        ``host``, the name of the node; ``versions``, see :func:`versions`; ``sees``,
-        whether the file is there (None without a directory); ``gpus``, the list of the
+        ``host``, the host name; ``versions``, of Python and packages by name;
+        ``sees``, whether the file is there with this text (None without a directory;
+        False also if the directory cannot be read); ``gpus``, the list of the
         names of the GPUs that PyTorch sees; and ``cuda``, the CUDA version of PyTorch,
         or None.
     """
@@ -223,7 +230,10 @@ def node_facts(place: str | None, name: str) -> dict[str, Any]:
 
 
 def _answer_of(ray: Any, task: Any) -> dict[str, Any] | str:
-    """Return the result of a task of :func:`node_facts`, or why there is none."""
+    """Return the result of a task of :func:`node_facts`, or why there is none.
+
+    A task that has not ended is cancelled. The reason is a text of one line.
+    """
     try:
         return dict(ray.get(task, timeout=0))
     except ray.exceptions.GetTimeoutError:
@@ -238,8 +248,9 @@ def finding_of_node(
 ) -> Finding:
     """Return the finding about one node of a cluster.
 
-    It is an error if the node did not answer, has another version of a package, sees
-    fewer GPUs than Ray counts, or does not see the directory.
+    Its level is ``error`` if the node did not answer, has another version of a package
+    or lacks it, sees fewer GPUs than Ray counts, or does not see the directory.
+    Otherwise it is ``ok``. The text lists all problems, then the CPUs and GPUs.
 
     Args:
         node: The node, an entry of ``ray.nodes()``.

@@ -36,7 +36,7 @@ class EndWhenHopeless(UserCallback):
             Train's controller.
         messages: The queue of messages to the driver, see
             :class:`pipelines.train.Messages`. It gets ``("lost", reason)`` for each
-            group that is replaced.
+            group that is replaced and was not preempted.
     """
 
     def __init__(self, progress: Callable[[], int], messages: Any) -> None:
@@ -58,8 +58,8 @@ class EndWhenHopeless(UserCallback):
             worker_exceptions: The exceptions of the workers that failed, by rank.
 
         Raises:
-            UnoError: A worker raised this error, and the user must act on it: it does
-                not pass by itself.
+            UnoError: A worker raised this error, and the user must act on it, because
+                it is not a passing fault of storage such as a timeout.
             Interrupted: Groups failed three times in a row without a new checkpoint,
                 the last time because a worker process or its connection was lost.
             Exception: Groups failed three times in a row without a new checkpoint, the
@@ -114,20 +114,23 @@ def is_lost_connection(error: Exception) -> bool:
 def was_preempted(error: Exception) -> bool:
     """Return whether a worker died because its node was taken away after a notice.
 
+    Ray marks such a death in its error, a RayActorError with ``preempted``.
+
     Args:
-        error: The error of the worker, as Ray reports it.
+        error: The error of the worker, as Ray reports it: a RayActorError, or an error
+            that has it as the attribute ``health_check_failure``.
     """
     failure = getattr(error, "health_check_failure", error)
     return isinstance(failure, RayActorError) and failure.preempted
 
 
 def saved_steps(directory: str) -> int:
-    """Return the step of the newest checkpoint of each training phase, as a sum.
+    """Return the sum over the training phases of the step of the newest checkpoint.
 
     A phase without a checkpoint counts as 0. The sum grows with every new checkpoint.
 
     Args:
-        directory: The directory of the checkpoints, a path or URI.
+        directory: The run directory, a path or URI.
     """
     storage = Storage(directory)
     return sum(max(checkpoint_steps(storage, phase), default=0) for phase in PHASES)

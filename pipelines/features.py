@@ -52,8 +52,8 @@ def compute_on_ray(
         Up to 128 rows at a time, in the order of ``rows``: their row numbers; their
         features float32 (m, 1 + V, D), D numbers for the evaluation view (the image
         without augmentation) and for each of V random views; and for each row the
-        reason why its image cannot be read, or None. On CPUs the
-        features are equal, bit for bit, to those that one process computes.
+        reason why its image cannot be read, or None. On CPUs the features are equal,
+        bit for bit, to those that one process computes.
 
     Raises:
         ConfigError: The encoder returns numbers that are not finite, or the cluster had
@@ -100,13 +100,15 @@ def make_block(job: FeatureJob, rows: np.ndarray, start: int, stop: int) -> pa.T
         job: All rows of the run with their images, and how features are computed.
         rows: int64 (n,), the row numbers of all images that are encoded.
         start: The position in ``rows`` of the first row of the table.
-        stop: The position in ``rows`` after its last row.
+        stop: The position in ``rows`` after its last row. It may be larger than the
+            number of rows; the table then ends with the last one.
 
     Returns:
         A table with a row for each image: ``row``, the position in ``rows``; ``seed``
         of the random views; ``has_views``, whether the image gets random views; and
         either ``number``, under which a reader finds the image, or ``image`` and
-        ``shape``, the image itself, see :func:`~uno.data.images.to_columns`.
+        ``shape``, its encoded bytes, pixels or path, see
+        :func:`~uno.data.images.to_columns`.
     """
     own = rows[start:stop]
     return pa.table(
@@ -122,6 +124,8 @@ def make_block(job: FeatureJob, rows: np.ndarray, start: int, stop: int) -> pa.T
 def decode_block(block: pa.Table, config: Config, reader: Any) -> Iterator[pa.Table]:
     """Decode and crop the images of a table of :func:`make_block`, in a task.
 
+    PyTorch uses one thread in this process from then on.
+
     Args:
         block: The table.
         config: The configuration of the run.
@@ -131,8 +135,9 @@ def decode_block(block: pa.Table, config: Config, reader: Any) -> Iterator[pa.Ta
     Yields:
         A table for each chunk of up to 128 rows: ``row`` and ``seed`` of the given
         table; ``viewed``, whether the image has crops of random views, and can be read;
-        ``reason``, why the image cannot be read, or None; and ``pixels``, the bytes of
-        the evaluation view and of the crops of all random views.
+        ``reason``, why the image cannot be read, or None; and ``pixels``, the uint8
+        values of the resized square image for the evaluation view, then of the crops of
+        all random views, zeros where there is none.
     """
     import ray
 
@@ -198,15 +203,17 @@ class Featurizer:
             block: The table, with one or more whole chunks of rows.
 
         Returns:
-            A table with the columns ``row``, ``reason`` and ``features`` (bytes of
-            float32: the features of all views of an image, one after the other).
+            A table with the columns ``row`` and ``reason`` of the given table, and
+            ``features``: bytes of float32, the features of the evaluation view of an
+            image and then of its random views; zeros for an unreadable image and for
+            random views that the image does not have.
         """
         config, seeds = self._config, block["seed"].to_numpy()
         viewed, ok = block["viewed"].to_numpy(), block["reason"].is_null().to_numpy()
         pixels = shared_tensor(bytes_of(block["pixels"], features.row_bytes(config)))
 
         def encode(start: int) -> torch.Tensor:
-            """Encode up to ``ROWS_AT_ONCE`` rows of the table, from ``start`` on."""
+            """Encode the table's rows from ``start`` on, up to 16, in a thread."""
             torch.set_num_threads(1)  # for this thread only
             own = slice(start, start + features.ROWS_AT_ONCE)
             # Ray must not have divided the chunks.

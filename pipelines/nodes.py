@@ -60,12 +60,14 @@ class WaitLines:
         self._due = None
 
     def tell(self) -> bool:
-        """Print which resources the missing workers wait for, if 30 s have passed.
+        """Print what the workers need and what the cluster has, if 30 s have passed.
 
-        The 30 s count from the begin of the wait, or from the line before.
+        The 30 s count from the begin of the wait, or from the line before. Nothing is
+        printed after :meth:`end`. This returns at once.
 
         Returns:
-            Whether the wait goes on: False after :meth:`end`.
+            Whether the wait goes on, also if nothing was printed: False after
+            :meth:`end`.
         """
         if self._due is None:
             return False
@@ -106,11 +108,12 @@ def wait_for_resources(
     """Wait until the cluster is large enough for all workers of a configuration.
 
     All CPUs and GPUs of the cluster count, also those that other work uses now. During
-    the wait a placement group for the workers lets Ray's autoscaler start nodes.
+    the wait a placement group for the workers lets Ray's autoscaler start nodes; it is
+    removed at the end. A line is printed at the start of a wait and every 30 s.
 
     Args:
-        config: The configuration of the run, with the number of workers.
-        give_up: Returns whether the user has asked to stop.
+        config: The configuration of the run, with the number of workers, at least 1.
+        give_up: Returns whether the user has asked to stop. It is asked at least once.
         limit_s: The longest wait in seconds; 0 does not wait.
 
     Returns:
@@ -203,7 +206,8 @@ def free_memory(config: Config) -> "FreeMemory":
         ``device``, the least free GPU memory that a task found for a worker, None
         without GPUs; ``store``, the size of the smallest object store of all nodes; and
         ``driver``, the free main memory of this machine. If no task answered in time,
-        ``host`` and ``device`` are those of this machine, and ``driver`` is None.
+        ``host`` and ``device`` are those of this machine, ``driver`` is None, and
+        ``store`` is as above.
         Without workers or a running cluster, ``host`` and ``device`` are those of this
         machine, and ``store`` and ``driver`` are None.
 
@@ -294,7 +298,7 @@ def check_shares(config: Config, each: Resources | None = None) -> None:
         config: The configuration of the run, with the number of workers.
         each: The amount of each resource for a worker, by its name (``CPU``, ``GPU``);
             None for the amounts that the configuration asks for, before the cluster is
-            known.
+            known (GPUs only if ``compute.device`` is ``cuda``).
 
     Raises:
         ConfigError: There are several workers, each with less than one GPU.
@@ -311,10 +315,11 @@ def check_shares(config: Config, each: Resources | None = None) -> None:
 
 
 def with_decoding(config: Config, each: Resources) -> Resources:
-    """Give GPU workers that stream their images more CPUs, with which they decode.
+    """Return the resources of GPU workers with more CPUs, which decode their images.
 
-    A worker gets an equal share of the CPUs of its node: as many workers share a node
-    as its GPUs allow. Of all nodes that have a GPU for a worker the smallest share
+    This is meant for runs that stream their images, which is not checked here. A worker
+    gets an equal share of the CPUs of its node, a whole number: as many workers share a
+    node as its GPUs allow. Of all nodes that have a GPU for a worker the smallest share
     counts. Nothing changes for workers without a GPU, which compute with all cores
     anyway, and if ``compute.cpus_per_worker`` is set.
 
@@ -323,7 +328,8 @@ def with_decoding(config: Config, each: Resources) -> Resources:
         each: The amount of each resource for a worker, by its name (``CPU``, ``GPU``).
 
     Returns:
-        The amounts with the new number of CPUs, which is never smaller than before.
+        The amounts by name with the new number of CPUs, which is never smaller than
+        before.
     """
     import ray
 

@@ -75,7 +75,8 @@ class Argument(NamedTuple):
         """Whether this argument of a command must be given.
 
         It must if it has no default: the default is None, and the type does not allow
-        None.
+        None. A field of the configuration (``key`` is set) need never be given,
+        whatever this says.
         """
         return self.default is None and NoneType not in get_args(self.type)
 
@@ -84,7 +85,8 @@ class Argument(NamedTuple):
         """The largest number of words that this argument takes as its value.
 
         It is 0 for a switch and for the ``no-`` form of a boolean field, the number of
-        values for a tuple, a million for a list, and else 1.
+        values for a tuple, a million for a list, and else 1, also for the plain form of
+        a boolean field (``--objective.concat true``).
         """
         if self.type is bool:
             return 1 if self.key and not self.negated else 0
@@ -93,7 +95,10 @@ class Argument(NamedTuple):
 
     @property
     def plain_type(self) -> Any:
-        """The type without None, such as int for ``int | None``."""
+        """The type without None, such as int for ``int | None``.
+
+        A union of three or more types is returned unchanged, with None.
+        """
         kinds = get_args(self.type)
         is_optional = NoneType in kinds and len(kinds) == 2
         return kinds[kinds[0] is NoneType] if is_optional else self.type
@@ -102,7 +107,8 @@ class Argument(NamedTuple):
     def takes_numbers(self) -> bool:
         """Whether words such as ``3`` after this argument are read as numbers.
 
-        They are if its type contains ``int`` or ``float``.
+        They are if its type is ``int`` or ``float``, or has one of these as a part,
+        such as ``int | None`` or ``tuple[float, float]``.
         """
         kinds = get_args(self.plain_type) or (self.plain_type,)
         return not {int, float}.isdisjoint(kinds)
@@ -119,10 +125,12 @@ class Argument(NamedTuple):
         Returns:
             The word, or the list of all words if the argument can take several. For a
             boolean argument without a word: True, or False for its ``no-`` form. None
-            for the word ``none`` if the type allows None.
+            for the single word ``none``, in upper or lower case, if the type allows
+            None.
 
         Raises:
-            ConfigError: There are too few words or too many, or a word is empty.
+            ConfigError: There are too few words or too many, or a word is empty. A
+                tuple needs exactly as many words as it has values.
         """
         types, most = get_args(self.type) or (self.type,), self.most_words
         if bool in types and not words:
@@ -205,7 +213,12 @@ class Command:
                 options, too.
 
         Returns:
-            The declarations by name, such as ``RUN`` or ``--batch-size``.
+            The declarations by name, such as ``RUN`` or ``--batch-size``. There are no
+            configuration fields if ``takes`` is ``none``. If it is ``some``, there are
+            all fields, also those that :meth:`may_change` refuses.
+
+        Raises:
+            ConfigError: There is no method of such a name.
         """
         own = {
             **self.arguments,
@@ -223,9 +236,9 @@ class Command:
     def may_change(self, key: str) -> bool:
         """Return whether a field of the configuration is an option of this command.
 
-        It always is for commands that make a configuration, or change those of many
-        runs. Commands that work on a finished run take only the fields whose
-        declaration names the command.
+        If ``takes`` is ``some``, as for commands that work on a finished run, it is if
+        the declaration of the field in the configuration names the command. For every
+        other value of ``takes`` the result is True.
 
         Args:
             key: The dotted key of the field.
@@ -255,7 +268,11 @@ class Options:
         """All settings of the user, by dotted key such as ``train.batch_size``.
 
         They come from the files of ``--config`` and from the command line, which has
-        priority.
+        priority. ``data.source`` on the command line also replaces ``data.labeled`` and
+        ``data.unlabeled`` of a file.
+
+        Raises:
+            ConfigError: The command line has both ``--data`` and ``--labeled``.
         """
         return merge_settings(self.yaml_values, self.cli_values)
 
@@ -265,7 +282,12 @@ class Options:
 
         Settings that the user does not give have their defaults, such as those of the
         preset. If the user names no output directory, it is the default of the command,
-        if it has one.
+        if it has one. For the commands ``discover`` and ``data`` the method becomes
+        ``clustering`` if the preset has a frozen encoder and the user leaves the method
+        open. The configuration is computed at the first access.
+
+        Raises:
+            ConfigError: A setting is unknown, or a value is refused.
         """
         choose = self.command.name in ("discover", "data")
         return configure(self.overrides, self.command.output, choose)
@@ -274,10 +296,12 @@ class Options:
 def parse(argv: Sequence[str], command: Command) -> Options:
     """Parse the arguments of a command.
 
-    ``--help`` prints the help and ends the process. So does an empty command line if
-    the command needs an argument or has examples. Words that no option takes are the
-    positional arguments, in their order. An option of the command that takes a list of
-    words may be repeated.
+    ``--help`` prints the help and ends the process, also if the command line has a
+    mistake. So does an empty command line if the command needs an argument or has
+    examples. Words that no option takes are the positional arguments, in their order.
+    An option of the command that takes a list of words may be repeated. The values of
+    the command's own arguments are converted to their types. Those of configuration
+    settings are only checked when :attr:`Options.config` is read.
 
     Args:
         argv: The arguments after the name of the command.
@@ -289,8 +313,10 @@ def parse(argv: Sequence[str], command: Command) -> Options:
         line.
 
     Raises:
-        ConfigError: An option is unknown, a value is refused, an argument is missing,
-            or a file of ``--config`` cannot be read.
+        ConfigError: An option is unknown, a value is refused, an argument is missing, a
+            word is left over, a file of ``--config`` cannot be read, both ``--data``
+            and ``--labeled`` are given, or a setting cannot be changed by this command,
+            which works on a finished run.
         SystemExit: The help was printed. The code is 0 for ``--help`` and 2 for an
             empty command line.
     """
@@ -362,9 +388,10 @@ def schema_flags(
             as ``train.``, or "".
 
     Yields:
-        The name of each option and its declaration. For a field, the long form comes
-        first (``--train.batch-size``), then the short form if it has one
-        (``--batch-size``), then the ``no-`` form if the field is boolean.
+        The name of each option and its declaration, for the fields in their order and
+        those of a section in its place. For a field, the long form comes first
+        (``--train.batch-size``), then the short form if it has one (``--batch-size``),
+        then the ``no-`` form if the field is boolean (``--objective.no-concat``).
     """
     for name, info in fields.items():
         key, kind = f"{prefix}{name}", info.annotation
@@ -390,6 +417,8 @@ def _read_flags(
 ) -> dict[str, Argument]:
     """Return the options that a command line may have, and read its ``--config`` files.
 
+    No file is read for a command that takes no field of the configuration.
+
     Args:
         groups: The options of the command line with their words, from
             :func:`_split_options`.
@@ -401,8 +430,8 @@ def _read_flags(
         The declarations by name, such as ``--batch-size``.
 
     Raises:
-        ConfigError: The command line has an option that the command does not have, or a
-            file cannot be read.
+        ConfigError: The command line has an option that the command does not have, a
+            file cannot be read, or there is no method of the chosen name.
     """
     if command.takes != "none":
         for words in (
@@ -452,8 +481,10 @@ def _split_options(argv: Iterable[str]) -> Iterator[Group]:
         argv: The words of the command line.
 
     Yields:
-        The name of an option, "" for the words before the first one; whether its value
-        follows an equals sign; and the words.
+        The name of an option, with dashes in place of underscores; whether its value
+        follows an equals sign; and the words. The first item has the name "" and the
+        words before the first option, which may be none. Only a word that begins with
+        two dashes is an option.
     """
     name, equals, words = "", "", list[str]()
     for token in argv:
@@ -480,7 +511,8 @@ def _print_help(options: Options, everything: bool) -> None:
     """Print the help of a command: its arguments with their sentence and default.
 
     For a command that makes a configuration, the defaults of fields are the values of
-    this command line, or those of the preset ``digits`` if the line has a mistake.
+    this command line, or those of the preset ``digits`` if the line has a mistake. If
+    fields are left out, the last line says how many.
 
     Args:
         options: The options of the command line.
@@ -554,7 +586,7 @@ def placeholder(kind: Any) -> str:
     """Return the text that stands for a value of a type in the help.
 
     For example ``INT``, ``FLOAT FLOAT``, ``{paper,v2}`` or ``INT|auto|None``. It is ""
-    for a boolean.
+    for a boolean, and ``STR`` for every type without a text of its own.
 
     Args:
         kind: The type, such as ``int`` or ``Literal["paper", "v2"]``.

@@ -1,6 +1,6 @@
 """Run ``uno data pack``, which writes images as Parquet shards, here or on Ray.
 
-On Ray a task packs each shard: it reads the rows and writes the file.
+On Ray a task packs each shard: it reads the images of the rows and writes the file.
 """
 
 from collections.abc import Iterator, Mapping
@@ -30,11 +30,13 @@ from uno.text import plural
 def pack_data(config: Config, shard_mb: int, given: Mapping[str, Any]) -> int:
     """Write a source as Parquet shards, print a summary, and return the exit code 0.
 
-    Images that cannot be read are left out.
+    Images that cannot be read are left out, and listed in ``bad_samples.jsonl`` of the
+    output directory. Shards that an interrupted call has written are kept.
 
     Args:
         config: The configuration with the source and the output directory. If
-            ``data.limit`` is set, only so many rows are written.
+            ``data.limit`` is set, at most so many training rows and so many test rows
+            are written.
         shard_mb: The size of a shard in MiB.
         given: The settings of the configuration that the user gives, by dotted key.
             Tasks of Ray write the shards if ``compute.num_workers`` is among them and
@@ -42,8 +44,9 @@ def pack_data(config: Config, shard_mb: int, given: Mapping[str, Any]) -> int:
 
     Raises:
         ConfigError: There is no output directory, it holds something else, or the
-            source holds vectors and not images. With Ray: no node can write to the
-            output directory, or no node with a CPU came in time.
+            source cannot be read or holds vectors and not images. With Ray: the output
+            is a local directory and Ray has no CPU on this node; or it is a URI and no
+            node with a CPU came in time.
     """
     if config.output is None:
         raise ConfigError("uno data pack needs --output DIR, the place for the shards")
@@ -60,6 +63,7 @@ def pack_data(config: Config, shard_mb: int, given: Mapping[str, Any]) -> int:
     ):
 
         def show(done: int, total: int) -> None:
+            """Show the number of finished rows and of all rows as the progress."""
             progress({"phase": "pack", "step": done, "total_steps": total})
 
         store = (
@@ -90,7 +94,8 @@ def store_on_ray(ray: Any, config: Config) -> Store:
 
     Returns:
         A function that takes the output directory, the rows of the source, and for each
-        shard to write its name and row numbers. It yields each shard that is written.
+        shard to write its name and row numbers. It yields each shard that is written,
+        in the order in which tasks end.
 
     Raises:
         ConfigError: The output is local, and Ray has no CPU on this node; or it is a
@@ -113,7 +118,7 @@ def store_on_ray(ray: Any, config: Config) -> Store:
     def store(
         output: Storage, rows: Rows, shards: Iterator[ShardRows]
     ) -> Iterator[Shard]:
-        """Write shards by tasks of Ray, and yield each shard that is written.
+        """Write shards by tasks of Ray, and yield each shard as its task ends.
 
         Args:
             output: The directory of the pack.
@@ -142,6 +147,10 @@ def write_shard(
             themselves.
         item: The rows that the shard is to hold; and the images of these rows as
             columns of Arrow, see :func:`~uno.data.images.to_columns`.
+
+    Returns:
+        The name of the shard, the number of its rows, and the unreadable rows, which
+        are left out.
     """
     shard, columns = item
     images = from_columns(pa.table(dict(columns)), reader)

@@ -110,7 +110,8 @@ def map_through_model(
 
     Raises:
         ConfigError: The cluster had no place for the workers in time.
-        Interrupted: ``give_up`` returned True.
+        Interrupted: ``give_up`` returned True before the first task.
+        UnoError: A task or an actor raised it.
     """
     workers = config.compute.num_workers
     resources = nodes.wait_for_resources(
@@ -186,10 +187,10 @@ def threads_of_actor(config: Config, resources: dict[str, float]) -> int:
     """Return the number of threads of torch in an actor, on the node of the actor.
 
     It is ``compute.threads``, or by default an equal share of the cores of this node
-    for each actor that fits on it.
+    for each actor that fits on it, of at most ``compute.num_workers`` actors.
 
     Args:
-        config: The configuration of the run.
+        config: The configuration of the run, with the number of workers.
         resources: The amount of each resource that an actor reserves, by its name
             (``CPU``, ``GPU``).
     """
@@ -221,8 +222,8 @@ class Writer:
         """Write all results of one partition.
 
         Args:
-            results: A table of the results in the order of their column ``row``, the
-                position among all rows.
+            results: A table with exactly the results of one partition, in the order of
+                their column ``row``, the position among all rows.
 
         Returns:
             A table of one row, the ``number`` of the partition.
@@ -253,11 +254,16 @@ def predict_on_ray(
             each partition of rows. Partitions that are written already are not computed
             again.
         on_progress: Is called as ``on_progress(done, total)`` with the number of
-            finished rows and the number of all rows.
+            finished rows and the number of all rows, after partitions are written.
 
     Returns:
         The path of the predictions, and the numbers of all, readable and unreadable
         rows.
+
+    Raises:
+        ConfigError: The cluster had no place for the workers within
+            ``compute.wait_minutes``.
+        UnoError: A task raised it.
     """
     how = InputSpec.of(build_classifier(files), writer.part_rows)
     reader = writer.data.images.reader()
@@ -295,9 +301,11 @@ def make_block(writer: PredictionWriter, rows: np.ndarray) -> pa.Table:
         rows: The numbers of the rows of the partition, int64 (n,).
 
     Returns:
-        A table with a row for each image: ``row``, its row number; ``id``; ``label``;
-        and either ``number``, under which a reader finds the image, or ``image`` and
-        ``shape``, the image itself, see :func:`~uno.data.images.to_columns`.
+        A table with a row for each image: ``row``, its row number; ``id``; ``label``,
+        the name of the class with which the model was trained on it, or null; and
+        either ``number``, under which a reader finds the image, or ``image`` and
+        ``shape``, its encoded bytes, pixels or path, see
+        :func:`~uno.data.images.to_columns`.
     """
     names = writer.names_of(rows)
     return pa.table(
@@ -313,6 +321,8 @@ def make_block(writer: PredictionWriter, rows: np.ndarray) -> pa.Table:
 def decode_part(block: pa.Table, reader: Any, how: InputSpec) -> Iterator[pa.Table]:
     """Decode the images of a table of :func:`make_block`, in a task.
 
+    PyTorch uses one thread in this process from then on.
+
     Args:
         block: The table.
         reader: The reference to the object in Ray's object store that reads the images
@@ -323,7 +333,8 @@ def decode_part(block: pa.Table, reader: Any, how: InputSpec) -> Iterator[pa.Tab
     Yields:
         Tables of chunks of rows, with the columns ``row``, ``id``, ``label``, ``uri``
         (the path of the image, or null), ``reason`` (why the image cannot be read, or
-        null) and ``pixels`` (bytes).
+        null) and ``pixels`` (the bytes of the uint8 pixels). The last chunk may have
+        fewer rows.
     """
     import ray
 
@@ -378,8 +389,10 @@ class Scorer:
             block: The table, with decoded images.
 
         Returns:
-            A table with the model's prediction for each row, see
-            :func:`uno.results.predictions.classify`.
+            A table with the columns of ``block`` but ``pixels``, and with the model's
+            prediction for each row, in the same order, see
+            :func:`uno.results.predictions.classify`. With ``embedding`` it has the
+            features, too.
         """
         size = self._model.size
         pixels = shared_tensor(bytes_of(block["pixels"], 3 * size**2)).view(

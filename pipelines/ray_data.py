@@ -74,8 +74,8 @@ def shared(
 ) -> dict[str, Any]:
     """Put the data that all training workers read into Ray's object store.
 
-    The rows and labels for training are stored apart from the true labels, which only
-    the evaluation reads.
+    The tables of ``images`` are there already, and are not copied. The rows and labels
+    for training are stored apart from the true labels, which only the evaluation reads.
 
     Args:
         ray: The module ``ray``, connected to a cluster.
@@ -128,7 +128,8 @@ def worker_sets(
     Returns:
         The training set, which holds images or features and the labels of labeled rows;
         and a function, to be called after training, that returns the evaluation sets
-        with true classes, by split ("train", "test").
+        with true classes, by split ("train", "test"). Streamed images are decoded by
+        Ray Data while the sets are read. Nothing is decoded here.
     """
     import ray
     import ray.train
@@ -180,8 +181,8 @@ def decode_task(
 ) -> tuple[list[Any], list[str | None]]:
     """Decode all images of a run once, before training.
 
-    Fewer than 2,000 images are decoded by this process, more by tasks of Ray Data. No
-    label is sent to the tasks.
+    Fewer than 2,000 images are decoded by this process, more by tasks of Ray Data. This
+    returns when all are decoded. No label is sent to the tasks.
 
     Args:
         ray: The module ``ray``, connected to a cluster.
@@ -191,9 +192,10 @@ def decode_task(
 
     Returns:
         References to Arrow tables in the object store, which together have one row for
-        each image; and for each row of the run the reason why its image cannot be read,
-        or None. The columns of a table are ``row`` (the row number), ``pixels`` (3 *
-        side * side bytes, zeros for an unreadable image) and ``reason``.
+        each image, in any order; and for each row of the run, in the order of rows, the
+        reason why its image cannot be read, or None. The columns of a table are ``row``
+        (the row number), ``pixels`` (3 * side * side bytes, zeros for an unreadable
+        image) and ``reason``.
     """
     # Imported here, because tasks that decode do not need it.
     from uno.session.resources import ROWS_PER_BLOCK
@@ -233,7 +235,8 @@ def pixels_of(tables: Iterable[pa.Table], side: int) -> RowBlocks:
         side: The side of the images in pixels.
 
     Returns:
-        The pixels, uint8 (N,3,side,side), as blocks that are not joined.
+        The pixels, uint8 (N,3,side,side), as blocks that are not joined. Unreadable
+        images are zeros.
     """
     parts = [part for table in tables for part in table.to_batches() if len(part)]
     rows = torch.cat([torch.tensor(part["row"].to_numpy()) for part in parts])
@@ -266,7 +269,7 @@ def image_block(images: Images, rows: np.ndarray) -> pa.Table:
     Returns:
         A table with a row for each image: ``row``, its row number; and either
         ``number``, under which a reader finds the image, or ``image`` and ``shape``,
-        the image itself, see :func:`~uno.data.images.to_columns`.
+        its encoded bytes, pixels or path, see :func:`~uno.data.images.to_columns`.
     """
     return pa.table({"row": pa.array(rows), **to_columns(images, rows)})
 
@@ -287,9 +290,9 @@ def decode_block(
         how: How the images are resized and scaled to 8 bits.
 
     Returns:
-        A table with the columns ``pixels`` (3 * side * side bytes, zeros for an
-        unreadable image), ``reason`` (why the image cannot be read, or None) and
-        ``row``.
+        A table, in the order of the given one, with the columns ``pixels`` (3 * side *
+        side bytes, zeros for an unreadable image), ``reason`` (why the image cannot be
+        read, or None) and ``row``.
     """
     pixels, reasons = decode_many(from_columns(block, images), side, 1, how)
     return _pixel_table(pixels.flatten(1).numpy(), reasons).append_column(
@@ -317,7 +320,7 @@ def pixel_column(pixels: np.ndarray) -> pa.Array:
     """Return the rows of a byte array as a column of Arrow, without a copy.
 
     Args:
-        pixels: uint8 (n, row_bytes).
+        pixels: uint8 (n, row_bytes), contiguous.
 
     Returns:
         n values of fixed-size binary, ``row_bytes`` bytes each.
@@ -331,8 +334,8 @@ def pixel_column(pixels: np.ndarray) -> pa.Array:
 def bytes_of(chunks: pa.ChunkedArray, row_bytes: int) -> np.ndarray:
     """Return a column of fixed-size binary of Arrow as a read-only byte array.
 
-    It is the inverse of :func:`pixel_column`, and copies only if the column has several
-    chunks.
+    It is the inverse of :func:`pixel_column`, and copies only if the number of chunks
+    of the column is not 1.
 
     Args:
         chunks: The column, n values.
@@ -377,7 +380,8 @@ def cropping_of(ray: Any, workers: int, worker_cpus: float, neighbors: int) -> C
         The number of processes, at least 1: the CPUs that are reserved for the rank, or
         an equal share of the node's CPUs if that is more, without one CPU for the rank
         itself. And the bytes of object store that an execution of Ray Data may use: an
-        equal share for each rank of 40% of the cluster's object store.
+        equal share for each rank of 40% of the object store of the whole cluster, which
+        counts as 1 GiB if its size is unknown.
     """
     own = own_node(ray)
     has = next(n["Resources"] for n in ray.nodes() if n["NodeID"] == own)
@@ -484,6 +488,8 @@ def _crop(
 ) -> Iterator[pa.Table]:
     """Crop the views of the rows of a table of :func:`places`, in a Ray actor.
 
+    PyTorch uses one thread in this process from then on.
+
     Args:
         block: The table: a training step, a position in its batch and a row number for
             each row.
@@ -508,7 +514,7 @@ def _crop(
 def in_executions(run: Run, groups: Iterator[list[pa.Table]]) -> Iterator[pa.Table]:
     """Run one execution of Ray Data after the other, and yield all results in order.
 
-    The next execution is started, and its inputs are stored, while results of this one
+    A thread starts the next execution, and stores its inputs, while results of this one
     are read.
 
     Args:
@@ -544,7 +550,7 @@ def whole_epochs(epochs: Iterable[Iterable[pa.Table]]) -> Iterator[list[pa.Table
     """Join the tables of consecutive epochs to groups, one for each Ray Data execution.
 
     A group consists of whole epochs. It ends after the epoch with which it has at least
-    1,000 tables. The last group may have fewer.
+    1,000 tables. The last group may have fewer. Without tables there is no group.
 
     Args:
         epochs: The tables of each epoch.
@@ -656,7 +662,9 @@ def make_dataset(blocks: list[pa.Table], store: float | None = None) -> Any:
 
     Ray Data would end an execution with an error after 30 minutes without progress,
     also if it waits for a node, or if nobody takes its results. This is switched off
-    here, and a busy execution starts no further nodes. Nothing is executed yet.
+    here, and a busy execution starts no further nodes. Progress bars are switched off,
+    and in this process two loggers of Ray Data lose their messages below a warning or
+    an error. Nothing is executed yet.
 
     Args:
         blocks: The tables, which become the blocks of the dataset.
@@ -686,10 +694,10 @@ def in_order(dataset: Any, num_rows: int | None = None) -> Iterator[pa.Table]:
     Args:
         dataset: The dataset, from :func:`make_dataset`.
         num_rows: The number of rows of each table, except for the last one; None for
-            the blocks of the dataset as they are.
+            the resulting blocks as they are.
 
     Yields:
-        The tables.
+        The tables of results.
 
     Raises:
         UnoError: A task raised it. It is raised here without Ray's traceback.
@@ -707,8 +715,9 @@ def own_error(error: BaseException | None) -> UnoError | None:
     """Return the UnoError that made a task of Ray fail, or None if there is none.
 
     Args:
-        error: The error that Ray raised, with its causes (attributes ``cause`` and
-            ``__cause__``), which are searched. None if there is no error.
+        error: The error that Ray raised. Its chain of causes is followed by the
+            attributes ``cause`` and ``__cause__``, until a ``cause`` is a UnoError. The
+            error itself does not count. None if there is no error.
 
     Returns:
         A new error of the same class with only the first line of its text, because Ray

@@ -49,6 +49,11 @@ def connect(
     started on this machine and ended with the block. If this process is connected to
     Ray already, that connection is used and left open.
 
+    Variables of :data:`ENVIRONMENT` that are unset in ``os.environ`` are set, and stay;
+    without a cluster also ``RAY_AUTH_MODE``, to ``disabled``. The processes of a
+    private cluster get a temporary directory, which is deleted at the end. Ctrl-C and
+    SIGHUP that came while Ray was starting take effect afterwards.
+
     Args:
         store_bytes: The size in bytes of the object store of a private cluster; None
             for Ray's default.
@@ -125,8 +130,8 @@ def _start(
     """Call ``ray.init``, and keep signals from Ray's processes meanwhile.
 
     A terminal sends Ctrl-C and SIGHUP to Ray's processes as well, which would end them.
-    Ray sets a handler for SIGTERM; if this process had one of its own, that one is set
-    again.
+    Ray sets a handler for SIGTERM; if this process had a Python function as its
+    handler, that one is set again. Outside the main thread signals are left alone.
 
     Args:
         ray: The module.
@@ -192,9 +197,10 @@ def _start(
 def _with_token_advice(error: Exception) -> str:
     """Return the error of a failed connection to a cluster as one line, with advice.
 
-    The advice says how to set the token of a cluster with token authentication
-    (``RAY_AUTH_MODE=token``). A missing or wrong token is the usual cause, and Ray's
-    own text does not name it.
+    A missing or wrong token is the usual cause, and Ray's own text does not name it. If
+    token authentication is off here, the advice says how to switch it on
+    (``RAY_AUTH_MODE=token``) and where the token belongs. If it is on, the advice says
+    to check the token file.
     """
     mode = os.environ.get(AUTH_MODE, "")
     if mode.lower() != "token":
@@ -212,10 +218,11 @@ def _with_token_advice(error: Exception) -> str:
 def cluster_address() -> str | None:
     """Return the address of the running Ray cluster that a command uses, or None.
 
-    It is ``RAY_ADDRESS``, which is set in Ray jobs. Otherwise it is a cluster that
-    ``ray start`` has started on this machine, as for Ray's own commands, if it accepts
-    a connection. None means that the command starts a private cluster on this machine;
-    ``RAY_ADDRESS=local`` asks for that.
+    It is ``RAY_ADDRESS``, which is set in Ray jobs; no connection to it is tried.
+    Otherwise it is a cluster that ``ray start`` has started on this machine, as for
+    Ray's own commands, if it accepts a connection within a second. None means that the
+    command starts a private cluster on this machine; ``RAY_ADDRESS=local`` asks for
+    that.
     """
     given = os.environ.get(ADDRESS)
     if given:
@@ -235,8 +242,8 @@ def in_thread(
     Args:
         function: The function. An error that it raises is raised here.
         on_poll: Is called without arguments in the calling thread every half second
-            during the wait. An error that it raises ends the wait, but not the thread.
-            By default nothing is called.
+            during the wait, and when the function has ended. An error that it raises
+            ends the wait, but not the thread. By default nothing is called.
     """
     result: Future[T] = Future()
 
@@ -301,8 +308,11 @@ def _connection_error(address: str, seconds: float) -> Exception | None:
 def worker_resources(config: Config, cluster: dict[str, float]) -> dict[str, float]:
     """Return the resources of a training worker; one CPU is left for Ray Data.
 
+    The amounts of the whole cluster are compared, not of each node, and whether other
+    work uses them is not asked.
+
     Args:
-        config: The configuration of the run, with the number of workers.
+        config: The configuration of the run, with the number of workers, at least 1.
         cluster: The amount of each resource of the whole cluster, by Ray's name of it
             (``CPU``, ``GPU``).
 

@@ -1,4 +1,4 @@
-"""Run functions in tasks of Ray: a limited number at a time, and more as tasks end."""
+"""Run functions in tasks of Ray, a limited number of tasks at a time."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -11,9 +11,11 @@ from uno.errors import Interrupted, one_line
 def wait_for_task(
     ray: Any, config: Config, give_up: Callable[[], bool] = lambda: False
 ) -> dict[str, float]:
-    """Return the resources of a task, after a wait if the cluster has no place for one.
+    """Return the resources of a task, after a wait if the cluster is too small for one.
 
-    One place is enough to begin. More are used as soon as there is room.
+    All CPUs and GPUs of the cluster count, also those that other work uses now. A
+    cluster for one task is large enough to begin. The wait takes at most
+    ``compute.wait_minutes``; a private cluster of this command is not waited for.
 
     Args:
         ray: The module ``ray``, connected to a cluster.
@@ -25,8 +27,8 @@ def wait_for_task(
         ``num_cpus`` and ``num_gpus``, see :func:`pipelines.ray_env.task_request`.
 
     Raises:
-        ConfigError: The cluster had no place for a task in time.
-        Interrupted: ``give_up`` returned True.
+        ConfigError: The cluster is still too small for a task after the wait.
+        Interrupted: ``give_up`` returned True during the wait.
     """
     return nodes.once_one_fits(
         override(config, {"compute.num_workers": 1}),
@@ -46,7 +48,8 @@ def run_tasks(
 ) -> Iterator[tuple[int, Any]]:
     """Run one task of Ray for each item, a limited number at a time.
 
-    An item is taken when its task starts, so that few items are in memory.
+    An item is taken when its task starts, so that few items are in memory. Tasks that
+    still run when the caller stops iterating, or after an error, are killed.
 
     Args:
         ray: The module ``ray``, connected to a cluster.
@@ -64,8 +67,7 @@ def run_tasks(
         which tasks end.
 
     Raises:
-        Exception: The error that the function raised, as it is. Other tasks are
-            cancelled.
+        Exception: The error that the function raised, as it is.
         Interrupted: Ray lost a task and could not run it again, for example because its
             process is killed every time.
     """

@@ -76,6 +76,8 @@ class Messages:
     def received(self) -> list[tuple[str, Any]]:
         """Return all messages that have come to the driver since the last call.
 
+        They are taken from the queue, in their order. This does not wait for any.
+
         Returns:
             Pairs of a kind and a content: ``("begun", group id)``, when a group of
             workers begins; ``("metrics", metrics by name)``; ``("drained", "")``, when
@@ -86,6 +88,8 @@ class Messages:
 
     def send_token(self, group: str, token: str) -> None:
         """Send a token of the run's lock from the driver to rank 0 of a group.
+
+        :meth:`begin` waits for it there.
 
         Args:
             group: The id of the group, from its message ``begun``.
@@ -142,12 +146,13 @@ class RayWorker(GroupWorker):
     def should_stop(self, step: int) -> bool:
         """Return whether to stop before a training step, the same on all ranks.
 
-        A group stops if the user has asked for it, or if one of its nodes is being
-        drained. The second is looked for every 50 steps; the attribute ``preempted`` is
-        then set, and rank 0 tells the driver.
+        All ranks must call this before the same steps. A group stops if the user has
+        asked for it, or if one of its nodes is being drained. The second is looked for
+        every 50 steps; the attribute ``preempted`` is then set, and rank 0 tells the
+        driver. On GPUs a request of the user is looked for every tenth step.
 
         Args:
-            step: The number of the step.
+            step: The number of steps that are done.
         """
         import ray.train
 
@@ -160,13 +165,19 @@ class RayWorker(GroupWorker):
     def asked_to_stop(self) -> bool:
         """Return whether the driver has asked to stop, by a file in the run directory.
 
-        The file is named ``STOP``.
+        The file is named ``STOP``, and is not deleted here.
+
+        Raises:
+            StorageError: The run directory cannot be read.
         """
         return self._storage.exists(STOP_FILE)
 
 
 def train_loop(loop: dict[str, Any]) -> dict[str, Any]:
     """Train and evaluate a run, on every worker: Ray Train's ``train_loop_per_worker``.
+
+    Rank 0 first gets a token of the run's lock from the driver, with which all ranks
+    can write checkpoints. The number of threads of torch is set.
 
     Args:
         loop: Values by name: ``config``, the configuration as a nested dict;
@@ -182,6 +193,8 @@ def train_loop(loop: dict[str, Any]) -> dict[str, Any]:
 
     Raises:
         Preempted: A node is being drained. A checkpoint is saved.
+        StorageError: This node does not see the run directory, or another command or a
+            later group has taken its lock.
     """
     import ray.train
     from ray.train.collective import broadcast_from_rank_zero
@@ -278,6 +291,9 @@ def run_on_ray(run: Run, show: Show) -> dict[str, float]:
         ConfigError: The cluster has no place for the workers, or too many images cannot
             be read.
         Interrupted: The user has asked to stop, or workers keep dying.
+        UnoError: A worker raised it for the user to act on.
+        Exception: Another error of the workers' code occurred three times in a row
+            without a new checkpoint.
     """
     config, task, storage = run.config, run.task, run.storage
     stopping = threading.Event()
@@ -341,7 +357,9 @@ def run_workers(
     """Train and evaluate a run on a group of Ray workers.
 
     If workers die or a node is drained, Ray Train starts a new group as soon as the
-    cluster can place it, and the group resumes from the newest checkpoint.
+    cluster can place it, and the group resumes from the newest checkpoint. The user is
+    told by a line. A STOP file of an earlier command is deleted first, and Ray Train's
+    own folder in the run directory when the workers have ended without an error.
 
     Args:
         run: The run, inside ``run.locked()``, because ``run.lock`` is used: each group
@@ -426,7 +444,8 @@ def fit(
     """Run groups of workers with Ray's ``TorchTrainer``, and return the outcome.
 
     A group that failed is replaced, unless
-    :class:`~pipelines.failures.EndWhenHopeless` ends the run.
+    :class:`~pipelines.failures.EndWhenHopeless` ends the run. Ray Train writes its own
+    files into a folder of the run directory. This returns when the run has ended.
 
     Args:
         config: The configuration, with the number of workers and their placement
@@ -436,7 +455,8 @@ def fit(
         loop: The argument of :func:`train_loop`, which each worker runs.
 
     Returns:
-        What :func:`train_loop` returns.
+        The dict that :func:`train_loop` returns on rank 0: ``metrics`` or
+        ``interrupted``.
 
     Raises:
         Exception: The error with which ``EndWhenHopeless`` ended the run.

@@ -1,4 +1,4 @@
-"""Work around limits of Ray by the parts of it that are not documented.
+"""Work around limits of Ray by parts of Ray that are not documented.
 
 Their names may change with any version. Each function says what happens without its
 name. The rest of this package imports Ray's public API only.
@@ -24,7 +24,7 @@ def quiet_pools() -> None:
     """
 
     def leave_out(printed: dict[str, Any]) -> None:
-        """Remove the error line from lines that a worker has printed."""
+        """Remove the error line, in place, from lines that a worker has printed."""
         printed["lines"] = [
             line for line in printed["lines"] if "ray/issues/53727" not in line
         ]
@@ -47,8 +47,8 @@ def cluster_of_helpers() -> Iterator[None]:
     controller died. Without the variable the helper looks for the cluster among the
     processes of this machine, and fails if a second cluster runs here. Ray passes the
     variable on to the helper only if a private set of Ray Train has its name, so the
-    name is added to that set. At the end of the block the variable has its former
-    value.
+    name is added to that set, and stays there. At the end of the block the variable has
+    its former value again, or is unset as before.
     """
     import ray
 
@@ -69,11 +69,11 @@ def cluster_of_helpers() -> Iterator[None]:
 def current_cluster() -> str | None:
     """Return the address of the Ray cluster that ``ray start`` started on this machine.
 
-    The cluster may have ended since.
+    The cluster may have ended since: no connection is tried.
 
     Returns:
         ``host:port``, read from the file in which Ray's own commands find the address;
-        None without that file.
+        None if there is no such file, or it is empty.
     """
     folder = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
     with suppress(OSError):

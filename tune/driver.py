@@ -79,7 +79,8 @@ HERE = {"compute.device": "auto"}
 def main(options: Options) -> int:
     """Run or continue a sweep, and return the exit code 0.
 
-    With ``--report`` only the report of a sweep is written, with the results so far.
+    With ``--report`` only the report of a sweep is written and printed, with the
+    results so far. A problem raises an error, see :func:`run_sweep`.
 
     Args:
         options: The parsed command line of ``uno tune``.
@@ -97,12 +98,15 @@ def sweep_options(options: Options) -> SweepOptions:
         options: The parsed command line.
 
     Returns:
-        The configuration, the search space, and how trials are chosen, scored and
-        stopped. Settings that follow from the data are still open.
+        The configuration for trials in one process each, the search space, and how
+        trials are chosen, scored and stopped. ``--workers`` is the number of trials at
+        a time, and the number of trials is 16 by default. Settings that follow from the
+        data are still open, as is the number of trials of a grid search.
 
     Raises:
-        ConfigError: The options contradict each other, or the search space has a value
-            that no trial can have.
+        ConfigError: ``--trials`` is given for a grid search, or the search space is
+            unknown, cannot be read, or has a setting or a value that trials cannot
+            have.
     """
     own, config = options.args, options.config
     if own.search == "grid" and own.trials:
@@ -134,14 +138,18 @@ def sweep_options(options: Options) -> SweepOptions:
 def run_sweep(options: SweepOptions) -> int:
     """Run the missing trials of a sweep, write its results, and return the exit code 0.
 
-    A trial is missing if it has no result yet.
+    A trial is missing if it has no result yet; a failed one has a result. The directory
+    is locked. Its files are ``sweep.yaml``, one folder for each trial, ``sweep.jsonl``,
+    ``best.yaml`` and ``sweep.html``; the results are also printed, and sent to loggers.
 
     Args:
         options: The options of the sweep.
 
     Raises:
-        ConfigError: The options, the data or the directory do not fit each other.
+        ConfigError: The options, the data or the directory do not fit each other,
+            another command holds the directory, or the cluster is too small.
         NumericsError: No trial has trained all epochs, so that there is no best one.
+            The results were written before.
         Interrupted: The sweep was asked to stop. The same command continues it.
         StorageError: A trial could not write its files.
     """
@@ -235,7 +243,13 @@ def plan_folds(
 
 
 def unread_data(task: Task) -> SweepData:
-    """Return the data of a sweep whose images are read later, by each trial."""
+    """Return the data of a sweep whose images are read later, by each trial.
+
+    All rows count as readable.
+
+    Args:
+        task: All rows of the sweep, with their encoded images and classes.
+    """
     rows = task.rows
     return sweep_data(task, Unread(rows.images, rows.ids), np.ones(len(rows), bool))
 
@@ -244,10 +258,11 @@ def report_on(output: str) -> int:
     """Write the report of a sweep with the results so far, and return the exit code 0.
 
     Args:
-        output: The directory of the sweep.
+        output: The directory of the sweep, which is locked meanwhile. The report is
+            also printed.
 
     Raises:
-        ConfigError: The directory holds no sweep.
+        ConfigError: The directory holds no sweep, or another command holds it.
     """
     storage = Storage(output)
     records.read_settings(storage)
@@ -261,8 +276,9 @@ def _tell_loggers(config: Config, claim: RunLock, summary: report.Summary) -> No
     """Send the results of all trials to W&B, MLflow and TensorBoard, as configured.
 
     Each trial is a run of the sweep's group, and the best one is marked. TensorBoard's
-    files are in the folder of the trial. W&B and MLflow get the epochs of a trial only
-    once, even if the command is repeated.
+    files are in the folder of the trial. The epochs of a trial are not sent again if an
+    earlier command has made a run of W&B or MLflow for it; its score is. A logger that
+    raises an error is switched off with a warning.
 
     Args:
         config: The configuration of the sweep, which names the loggers.
@@ -298,10 +314,12 @@ def load_data(
 
     Returns:
         The pixels or features in memory, or the images that trials read; with the
-        labels that trials may see.
+        labels that trials may see. Unreadable images in memory are neither labeled nor
+        unlabeled rows, and a line warns of them.
 
     Raises:
-        ConfigError: Too many images cannot be read.
+        ConfigError: Too many images cannot be read; or a running cluster that would
+            compute features is too small.
     """
     if options.config.data.loading == "streaming":
         return unread_data(task)
@@ -333,7 +351,8 @@ def _encoding_place(options: SweepOptions) -> Iterator[tuple[Config, Compute]]:
         options: The options of the sweep.
 
     Yields:
-        The configuration for the computation, and the function that encodes rows: it
+        The configuration for the computation, with images in memory and the device and
+        number of workers of this place, and the function that encodes rows: it
         takes a :class:`~uno.data.features.FeatureJob`, the encoder and row numbers, and
         yields the features in chunks.
     """
@@ -398,8 +417,9 @@ def check_plans(options: SweepOptions, folds: list[FoldRows]) -> int:
         folds: The discovery problems that each trial solves, as row numbers.
 
     Returns:
-        The largest number of discovery epochs over all folds: ``discover.epochs``, or
-        fewer if ``train.max_steps`` ends all folds earlier.
+        The largest number of discovery epochs over all folds, at least 1:
+        ``discover.epochs``, or fewer if ``train.max_steps`` ends all folds earlier. The
+        last epoch may then be incomplete.
 
     Raises:
         ConfigError: A fold has fewer rows than a batch.
@@ -435,7 +455,7 @@ def open_sweep(
 
     Raises:
         ConfigError: The directory holds a sweep with other settings or data. The number
-            of trials may differ.
+            of trials may differ, and settings that may change when a run resumes.
     """
     settings = {
         "score": options.score,
@@ -480,7 +500,8 @@ def open_sweep_data(options: SweepOptions) -> tuple[SweepOptions, Task]:
     they count as given by the user, so that ``best.yaml`` has them. A sweep that exists
     keeps the settings that it has stored. Whether images are kept in memory is decided
     here, too, and a grid search gets its number of trials: the number of combinations,
-    plus 1 for the given configuration.
+    plus 1 for the given configuration. For a new sweep, lines about these decisions are
+    printed. Nothing is written.
 
     Args:
         options: The options of the command line.
@@ -554,7 +575,9 @@ def with_fitting_batch(options: SweepOptions, folds: list[FoldRows]) -> SweepOpt
 def _describe(
     options: SweepOptions, data: SweepData, folds: list[FoldRows], num_epochs: int
 ) -> None:
-    """Print the number of trials, the space, the score and the folds of a sweep.
+    """Print the number of trials, the space and the score of a sweep.
+
+    For the score ``folds`` the folds are printed, too.
 
     Args:
         options: The options of the sweep.
@@ -577,6 +600,9 @@ def _describe(
 
 def trials_at_once(options: SweepOptions, request: dict[str, float], ray: Any) -> int:
     """Return how many trials run at a time on the cluster as it is now.
+
+    They are limited by the CPUs and GPUs of the whole cluster, whether in use or not,
+    by the user's limit, and by the number of trials of the sweep.
 
     Args:
         options: The options of the sweep, with the number of trials and the largest
@@ -601,7 +627,8 @@ def _run_missing(
     """Run the trials that have no result yet with Ray Tune.
 
     The pretrainings that these trials need are run before, as far as the values of the
-    trials are known.
+    trials are known. A line is printed for each pretraining and trial that ends. Errors
+    of a trial are recorded as its result, and not raised.
 
     Args:
         options: The options of the sweep.
@@ -613,7 +640,7 @@ def _run_missing(
 
     Raises:
         ConfigError: The cluster had no place for a trial in time.
-        Interrupted: The sweep was asked to stop.
+        Interrupted: The sweep was asked to stop, or a pretraining kept dying.
         StorageError: A trial could not write its files.
     """
     storage, config, stopping = claim.storage, options.config, threading.Event()
@@ -692,7 +719,8 @@ def _run_missing(
 def _format_end(trial: Trial) -> str:
     """Return a line for the console on how a trial ended and which values it had.
 
-    For example ``trial 3 finished: score 0.8123  [epsilon 0.05, num_heads 4]``.
+    For example ``trial 3 finished: score 0.8123  [epsilon 0.05, num_heads 4]``. Other
+    trials have ``stopped after epoch 2: score 0.7031``, or ``failed:`` and the reason.
     """
     how = (
         "finished"

@@ -151,7 +151,7 @@ def read_epochs(storage: Storage, index: int) -> list[dict[str, Any]]:
     Returns:
         The results by name (``epoch``, ``score``, ``loss`` and more) of each of the
         epochs 1, 2, 3 and so on. The list ends before the first line that is damaged or
-        out of order.
+        out of order. It is empty if there is no such file.
     """
     lines = enumerate(
         read_journal(storage, f"{trial_name(index)}/epochs.jsonl"), start=1
@@ -171,7 +171,8 @@ def read_trial(storage: Storage, index: int) -> Trial | None:
 
     Returns:
         The trial: its number, its hyperparameter values, the results of its epochs, and
-        how it ended. None if no values have been chosen for it yet.
+        how it ended. None if no values have been chosen for it yet, or the file that
+        holds them is damaged. A damaged ``result.json`` counts as missing.
     """
     names = (f"{trial_name(index)}/{part}.json" for part in ("trial", "result"))
     tree, result = (read_mapping(storage, name) or {} for name in names)
@@ -204,7 +205,8 @@ def ranking(trials: list[Trial]) -> list[Trial]:
 
     A trial with more epochs comes before one with fewer, because scores after different
     numbers of epochs cannot be compared. With as many epochs, the higher score after
-    the last epoch comes first. Failed and unfinished trials are left out.
+    the last epoch comes first, and with equal scores the lower number. Failed and
+    unfinished trials are left out.
 
     Args:
         trials: The trials of a sweep, in any order. The list is not changed.

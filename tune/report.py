@@ -95,13 +95,17 @@ def write(storage: Storage) -> Summary:
     """Write the results of a sweep into its directory, as three files.
 
     The table is ``sweep.jsonl``, the best configuration ``best.yaml`` and the page
-    ``sweep.html``. Without a best trial ``best.yaml`` is not written.
+    ``sweep.html``. Without a best trial ``best.yaml`` is not written; if there is one
+    already, it stays.
 
     Args:
         storage: The directory of the sweep, which is read and written.
 
     Returns:
         The results that the files show.
+
+    Raises:
+        ConfigError: The directory holds no sweep.
     """
     summary = read(storage)
     storage.write("sweep.jsonl", lines_bytes(summary))
@@ -114,8 +118,10 @@ def write(storage: Storage) -> Summary:
 def lines_bytes(summary: Summary) -> bytes:
     """Return the results of a sweep as JSON lines, one for each trial.
 
-    A line has the hyperparameter values, the results of each epoch, the status, the
-    name of the score (``objective``), and whether the trial is the best.
+    A line has the number of the trial, its hyperparameter values, the results of each
+    epoch, the status (``unfinished`` if the trial has not ended), the reason of a
+    failure, the name of the score (``objective``), and whether the trial is the best.
+    Failed trials have a line, too. The lines are in the order of the numbers.
 
     Args:
         summary: The results of the sweep.
@@ -138,7 +144,8 @@ def lines_bytes(summary: Summary) -> bytes:
 def best_yaml(summary: Summary, best: Trial) -> str:
     """Return the best trial's configuration as YAML for ``uno discover --config``.
 
-    It has the settings that the user gave, and the searched values of the trial.
+    It has the settings that the user gave, and the searched values of the trial, which
+    replace those that the user gave. A comment names the trial and its score.
 
     Args:
         summary: The results of the sweep.
@@ -160,7 +167,8 @@ def format_table(summary: Summary) -> str:
     """Return the results of a sweep as a table for the console.
 
     It lists the ten best trials and trial 0, if it has a rank, and counts the ranked
-    and the failed trials. It ends with the cost.
+    and the failed trials. Then follows the cost. If trial 0 is recommended although
+    another trial has a higher score, a last line says so.
 
     Args:
         summary: The results of the sweep.
@@ -204,7 +212,10 @@ def format_table(summary: Summary) -> str:
 
 
 def page(summary: Summary) -> str:
-    """Return the self-contained HTML page with the results of a sweep."""
+    """Return the self-contained HTML page with the results of a sweep.
+
+    It has tables of the trials, and charts of their scores.
+    """
     trials, scatters = (
         summary.trials,
         [scatter(domain, summary) for domain in summary.space],
@@ -224,7 +235,8 @@ def page(summary: Summary) -> str:
 def learning_curves(summary: Summary) -> Chart | None:
     """Draw the score over epochs, one line for each trial.
 
-    The lines show where early stopping ended a trial.
+    A dot at the end of a line shows the last epoch of the trial, and its kind whether
+    the trial was stopped early. At most 200 trials are shown.
 
     Args:
         summary: The results of the sweep.
@@ -254,7 +266,7 @@ def scatter(domain: Domain, summary: Summary) -> Chart | None:
     """Draw the score of each trial over its value of one searched setting.
 
     Of a range about five values are marked on the horizontal axis, of a list of
-    choices at most eleven.
+    choices at most eleven. At most 200 trials are shown.
 
     Args:
         domain: The values that the setting may take.
@@ -270,6 +282,7 @@ def scatter(domain: Domain, summary: Summary) -> Chart | None:
     marks = [(domain.position(value), _format_value(value)) for value in values]
 
     def place(trial: Trial) -> float:
+        """Return the horizontal position of a trial, 0 to 1, from its value."""
         return domain.position(trial.overrides[domain.key])
 
     return _draw_scores(summary, domain.key, "", place, x_range=(0, 1), x_ticks=marks)
@@ -298,7 +311,9 @@ def _draw_scores(
 ) -> Chart | None:
     """Draw a chart of scores with a dot for each trial, and optionally lines.
 
-    The vertical axis covers the scores, and need not begin at zero.
+    The dot of a trial is at its last score, and its text has the trial's number,
+    status, score and values. The vertical axis covers the scores, and need not begin at
+    zero.
 
     Args:
         summary: The results of the sweep.
@@ -341,7 +356,10 @@ def _kind_of_trial(summary: Summary, trial: Trial) -> str:
 
 
 def _format_value(value: Any) -> str:
-    """Return a value as short text for a chart: ``0.05``, or ``0.5-1`` for a pair."""
+    """Return a value as short text for a chart: ``0.05``, or ``0.5-1`` for a pair.
+
+    A float has two significant digits. Other text is cut off after 14 characters.
+    """
     if isinstance(value, list | tuple):
         return "-".join(map(_format_value, value))
     return f"{value:.2g}" if isinstance(value, float) else visible(value, 14)

@@ -98,7 +98,8 @@ def sweep_data(task: Task, images: Source, ok: np.ndarray) -> SweepData:
         task: The N rows of the sweep, labeled and unlabeled.
         images: The images of these N rows: an array of pixels or features, or images
             that are read later, see :data:`Source`.
-        ok: bool (N,), whether a row can be read. Other rows are left out.
+        ok: bool (N,), whether a row can be read. Test rows and rows that cannot be read
+            are neither labeled nor unlabeled in the result.
     """
     usable = task.is_train & ok
     labels, unlabeled = np.where(usable, task.labels, -1), usable & (task.labels < 0)
@@ -170,7 +171,8 @@ def make_folds(
         them from the others; unlabeled rows take no part. For every other score only
         the real problem: to discover the classes of the unlabeled rows, without hidden
         classes. Each problem has its training rows, and the rows on which a trial is
-        scored.
+        scored. With hidden classes, the classes of a problem are numbered anew: those
+        that stay known first, then the hidden ones.
 
     Raises:
         ConfigError: There are too few known classes for these folds.
@@ -310,7 +312,7 @@ def hidden_classes(
         seed: The seed of the permutation.
         hide: The number of classes that each fold hides. None for the default: the same
             share of the known classes as the novel classes are of all classes, rounded,
-            but at least 2 classes.
+            but at least 2 classes, and at most all but one.
 
     Returns:
         For each fold the sorted indices of its hidden classes, ``hide`` of the known
@@ -354,6 +356,8 @@ def measure(
 ) -> dict[str, float]:
     """Compute the score of a trained model on one discovery problem.
 
+    The model computes in evaluation mode, and is in training mode afterwards.
+
     Args:
         config: The configuration of the trial.
         fold: The problem, with the rows to score.
@@ -368,7 +372,8 @@ def measure(
         cluster loss, and ``known_avg`` and ``novel_avg`` are means over heads; an
         accuracy is left out if no scored row has such a class. ``loss`` is the cluster
         loss of the best head. The score ``agreement`` adds ``agreement`` 0-1. ``rows``
-        is the number of rows of which the score is a share.
+        is the number of rows of which the score is a share: the unlabeled rows for
+        ``agreement``, and the scored rows with a class for ``folds``.
     """
     model, train, truth = state.model.eval(), fold.train, fold.scored.truth
     num_true = max(train.num_known, int(truth.max()) + 1)

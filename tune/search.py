@@ -1,9 +1,9 @@
 """Choose the hyperparameters of each trial of a search (a sweep), for Ray Tune.
 
-The result of each trial is recorded, too. The values of a random trial depend on the
-space, the seed and its number only. A sweep that was ended at any moment, or is given
-more trials, therefore continues as if it had never stopped. Optuna is told the earlier
-results. Trial 0 is always the given configuration, so that the winner is
+The result of each trial is recorded here, too. The values of a random trial depend on
+the space, the seed and its number only. A sweep that was ended at any moment, or is
+given more trials, therefore continues as if it had never stopped. Optuna is told the
+earlier results. Trial 0 is always the given configuration, so that the winner is
 compared with it.
 """
 
@@ -63,6 +63,9 @@ class OptunaSampler:
     def draw(self, index: int) -> dict[str, Any]:
         """Return the values of a new trial by dotted key.
 
+        Optuna chooses them by the scores of the trials that have ended, and at random
+        for the first ones. They are remembered under the number for :meth:`tell`.
+
         Args:
             index: The number of the trial.
         """
@@ -78,8 +81,9 @@ class OptunaSampler:
     def tell(self, trial: Trial) -> None:
         """Tell Optuna that a trial has ended, with its score or its failure.
 
-        A trial whose values Optuna has not drawn is added to its data, if the search
-        space contains these values.
+        A trial without a finite score counts as failed. A trial whose values Optuna has
+        not drawn is added to its data, if the search space contains these values, and
+        is otherwise ignored.
 
         Args:
             trial: The trial, with its values, status and score.
@@ -193,8 +197,9 @@ class SweepSearcher(Searcher):
     def suggest(self, trial_id: str) -> dict[str, Any] | str:
         """Return the next trial to start, as Ray Tune's configuration of it.
 
-        The hyperparameter values of a new trial are chosen and written to its
-        ``trial.json``. A trial that was begun by an earlier command keeps its values.
+        It is taken from the list ``missing``. The hyperparameter values of a new trial
+        are chosen and written to its ``trial.json``. A trial that was begun by an
+        earlier command keeps its values. A ``failure.json`` of the trial is deleted.
 
         Args:
             trial_id: Ray Tune's id for the trial.
@@ -224,7 +229,8 @@ class SweepSearcher(Searcher):
         the trials that an earlier command has begun.
 
         Returns:
-            For each such trial its values by dotted key.
+            For each such trial its values by dotted key, first those of the trials
+            that an earlier command has begun.
         """
         begun = [self._begun[i].overrides for i in self.missing if i in self._begun]
         new = [i for i in self.missing if i not in self._begun]
@@ -254,10 +260,13 @@ class SweepSearcher(Searcher):
         """Record how a trial ended, when Ray Tune says so.
 
         The trial's ``result.json`` is written with the status ``finished``, ``stopped``
-        (early stopping ended it) or ``failed``, its checkpoints are deleted, and Optuna
-        is told, if it chooses the values. Nothing is recorded of a trial that was
-        interrupted, because the sweep was asked to stop. If a trial could not write its
-        files, nothing is recorded of it, and no further trial is started.
+        (early stopping ended it) or ``failed``, its checkpoints are deleted, Optuna is
+        told, if it chooses the values, and ``on_end`` is called. A trial has failed if
+        it has written a ``failure.json``, or if its process died although the sweep was
+        not asked to stop. Nothing is recorded of a trial that was interrupted, because
+        the sweep was asked to stop, or that has trained no epoch. If a trial could not
+        write its files, nothing is recorded of it, ``storage_error`` is set, and no
+        further trial is started.
 
         Args:
             trial_id: Ray Tune's id of the trial.

@@ -119,7 +119,8 @@ class Domain:
 
         Positions are equally spaced on the domain's scale. For example, ``at(0.5)`` is
         the middle choice, the arithmetic mean of the bounds, or on a log scale their
-        geometric mean. Values of a range are rounded to 4 significant digits.
+        geometric mean. Values of a range are rounded to 4 significant digits; those of
+        an ``int`` range are whole numbers of any size.
 
         Args:
             share: The position, in [0, 1). A random number gives a random value.
@@ -139,7 +140,11 @@ class Domain:
         The first choice or the lower bound has 0, the last choice or the upper bound
         has 1. Choices between are equally spaced, and numbers of a range are placed on
         the domain's scale. A number outside has the position of the nearest end. A
-        value that is neither a choice nor a number has 0.
+        number that is none of the choices lies between its neighbors, if all choices
+        are numbers. Any other value has 0.
+
+        Raises:
+            ValueError: The scale is ``log``, and the number is not above 0.
         """
         value, ends = frozen(value), self.ends
         if value in ends:
@@ -198,9 +203,10 @@ def load_space(name: str, config: Config) -> Space:
         One domain for each searched setting: its key, and its choices or range.
 
     Raises:
-        ConfigError: The name is unknown, the space has no setting, or the file has a
-            key that does not exist or must be the same for all trials, or a value that
-            the configuration refuses.
+        ConfigError: The name is unknown, the space has no setting, the file cannot be
+            read, or it has a key that does not exist or must be the same for all
+            trials, a domain that is not valid, a value that the configuration refuses,
+            or a setting that would change the features of a frozen encoder.
     """
     if name in SPACES:
         entries = {
@@ -341,7 +347,7 @@ def grid(space: Space, given: Mapping[str, Any]) -> list[dict[str, Any]]:
     Args:
         space: The search space.
         given: The values by dotted key that trial 0 has, those of the user's
-            configuration. This combination is left out.
+            configuration. This combination is left out, if it is one of the grid.
 
     Returns:
         The combinations, each with its values by dotted key. The value of the last key

@@ -60,7 +60,8 @@ cluster decides. The same command again continues a sweep that was stopped or ki
 def main(argv: Sequence[str]) -> int:
     """Run or continue the sweep of a command line, and return the exit code 0.
 
-    With ``--report`` only the report of a sweep is written, with the results so far.
+    With ``--report`` only the report of a sweep is written and printed, with the
+    results so far. A problem raises an error.
 
     Args:
         argv: The arguments after ``uno tune``.

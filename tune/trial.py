@@ -3,8 +3,8 @@
 A trial solves several folds, discovery problems that hide some of the known classes,
 and all of these trainings reach an epoch together. So early stopping compares what is
 comparable, a trial that was ended resumes where it was, and only one model is in
-memory. One more epoch means a larger ``train.max_steps``: each
-call of ``run_phase`` resumes exactly from the checkpoint of the call before.
+memory. One more epoch means a larger ``train.max_steps``: each call of ``run_phase``
+resumes exactly from the checkpoint of the call before.
 """
 
 import contextlib
@@ -115,6 +115,12 @@ def run_trial(
 ) -> None:
     """Train and score the epochs that a trial still lacks.
 
+    Each fold is trained for one epoch before the next epoch begins. It starts from the
+    weights of the configuration, or else from a pretraining, which is run here if it is
+    not shared and finished. A line for each epoch is appended to ``epochs.jsonl`` of
+    the trial, and checkpoints are written into a folder for each fold. A trial with all
+    epochs is only reported.
+
     Args:
         trial: The trial, with its hyperparameter values and the results of the epochs
             that it has trained before.
@@ -129,6 +135,7 @@ def run_trial(
 
     Raises:
         NumericsError: The score or the loss is not finite.
+        ConfigError: A fold has fewer rows than a batch.
     """
     for line in trial.epochs:
         report(line)
@@ -177,8 +184,8 @@ def _mean_results(parts: list[dict[str, float]]) -> dict[str, Any]:
             ``loss``, for each fold.
 
     Returns:
-        The mean of each result by its name; ``scores``, the list of all scores; and
-        ``rows``, the number of scored rows of all folds.
+        The mean of each result by its name; ``scores``, the list of the score of each
+        fold; and ``rows``, the number of scored rows of all folds, which is a sum.
     """
     line: dict[str, Any] = {
         name: statistics.fmean(part[name] for part in parts) for name in parts[0]
@@ -191,8 +198,9 @@ def _mean_results(parts: list[dict[str, float]]) -> dict[str, Any]:
 def _clock(worker: Worker) -> Callable[[], dict[str, float]]:
     """Return a stopwatch: a function that returns the seconds since its last call.
 
-    It returns a dict with ``seconds`` of wall time, ``cpu_seconds`` and
-    ``gpu_seconds``, for which a GPU counts as busy all the time.
+    It returns a dict with ``seconds`` of wall time, ``cpu_seconds`` of this process and
+    ``gpu_seconds``, which are the wall time on a GPU and 0 on a CPU. The first call
+    counts from here.
 
     Args:
         worker: This process, with its device.
@@ -273,7 +281,7 @@ def pretrained_directory(
 def pretrain(config: Config, fold: Fold, worker: Worker, folder: Storage) -> str:
     """Pretrain on the labeled rows of a fold, or resume, and return the directory.
 
-    The file ``done.json`` is written last.
+    Checkpoints and ``config.yaml`` are written into it, and ``done.json`` last.
 
     Args:
         config: The configuration of a trial.
@@ -323,7 +331,8 @@ def missing_pretrainings(
         storage: The directory of the sweep.
 
     Returns:
-        Each pretraining once. The list is empty if the user gave weights.
+        Each pretraining once. The list is empty if the user gave weights. A fold that
+        has fewer rows than a batch of the trial gets none for it.
     """
     found: dict[str, Pretraining] = {}
     if options.config.model.weights is not None:
@@ -363,8 +372,10 @@ def run_pretraining(sweep: Sweep, job: Pretraining) -> None:
 def train_trial(sample: dict[str, Any], sweep: Sweep) -> None:
     """Train and score a trial: the trainable function that Ray Tune calls.
 
-    The score of each epoch is reported to Ray Tune. An error is not raised, but written
-    to the trial's ``failure.json``, which the driver reads.
+    The score of each epoch is reported to Ray Tune, also of epochs that were trained
+    before. An error is not raised, but written to the trial's ``failure.json``, which
+    the driver reads; epoch 0 with the score 0 is then reported. The start is recorded
+    by :func:`check_starts`, and a trial that has died three times in an epoch fails.
 
     Args:
         sample: Ray Tune's configuration of the trial: ``{"index": number of the
@@ -396,7 +407,8 @@ def train_trial(sample: dict[str, Any], sweep: Sweep) -> None:
 def check_starts(storage: ClaimedStorage, index: int) -> None:
     """Record that a trial starts, and refuse a start if it has died too often.
 
-    Ray Tune starts a trial again whose process died. Starts by an earlier ``uno tune``
+    A line is appended to the trial's ``starts.jsonl``, unless the start is refused. Ray
+    Tune starts a trial again whose process died. Starts by an earlier ``uno tune``
     command do not count.
 
     Args:
@@ -404,7 +416,7 @@ def check_starts(storage: ClaimedStorage, index: int) -> None:
         index: The number of the trial.
 
     Raises:
-        Interrupted: The trial died three times in the same epoch.
+        Interrupted: The trial was started three times before in the same epoch.
     """
     name = f"{trial_name(index)}/starts.jsonl"
     epochs = len(read_epochs(storage, index))
@@ -429,8 +441,10 @@ def _local_worker(sweep: Sweep) -> LocalWorker:
 def note_failure(storage: ClaimedStorage, index: int, error: Exception) -> None:
     """Write an error of a trial to its file ``failure.json``.
 
-    The file has the ``kind`` of the error (its class), a one-line ``reason``, and for
-    an error that is no UnoError also the ``traceback``.
+    The file has the ``kind`` of the error (its class) and a one-line ``reason`` of at
+    most 300 characters. For an error that is no UnoError the reason begins with the
+    class, and the file also has the ``traceback``. Nothing is raised if the file cannot
+    be written.
 
     Args:
         storage: The directory of the sweep.
