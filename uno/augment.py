@@ -168,8 +168,9 @@ def augment_crops(
 def kinds(config: AugmentConfig) -> list[ViewConfig]:
     """Return the settings of the large and of the small views, in this order.
 
-    A kind without views is left out. With ``config.weak`` the result are copies in
-    which the operations on colors and blur have probability 0; flip and affine stay.
+    A kind without views is left out. With ``config.weak`` the operations on colors and
+    blur have probability 0 in the result; flip and affine stay. ``config`` itself is
+    not changed.
     """
     off = (
         dict.fromkeys(("jitter", "grayscale", "solarize", "equalize", "blur"), 0.0)
