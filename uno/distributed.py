@@ -1,4 +1,4 @@
-"""Distributed training of several ranks: process group, collectives, DDP and stopping.
+"""Let several ranks train together: process group, collectives, DDP and stopping.
 
 Outside a process group every collective returns its input, or computes locally.
 """

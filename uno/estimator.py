@@ -339,7 +339,8 @@ class NovelClassDiscovery(
         """Check the parameters ``n_novel`` and ``setting``.
 
         Raises:
-            ValueError: A parameter is out of its range.
+            ValueError: ``n_novel`` is neither an integer above 0 nor ``"auto"``, or
+                ``setting`` is neither ``"ncd"`` nor ``"gcd"``.
         """
         number = self.n_novel
         is_count = isinstance(number, Integral) and not isinstance(number, bool)

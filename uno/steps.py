@@ -68,9 +68,10 @@ class TrainState:
 
     @property
     def best_head(self) -> int:
-        """Index of the head with the lowest cluster loss in the last finished epoch.
+        """Index of the cluster head with the lowest loss in the last finished epoch.
 
-        It is 0 before an epoch has finished.
+        The losses are means over the epoch and all workers. The index is 0 before an
+        epoch has finished.
         """
         return int(self.head_losses.argmin())
 

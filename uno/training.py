@@ -145,15 +145,14 @@ class Phase:
 
     @property
     def warmup_steps(self) -> int:
-        """The number of first steps in which the learning rate rises."""
+        """The number of first steps in which the learning rate rises, rounded."""
         return round(self.config.warmup_epochs * self.steps_per_epoch)
 
     @property
     def last_step(self) -> int:
         """The number of steps after which training ends.
 
-        It is ``max_steps`` or the length of the schedule, whichever is smaller. A
-        ``max_steps`` of None or 0 does not count.
+        It is ``max_steps`` or the length of the schedule, whichever is smaller.
         """
         return min(self.total_steps, self.max_steps or self.total_steps)
 
@@ -658,8 +657,9 @@ def keep_freed_memory(device: torch.device) -> Iterator[None]:
     activations of a convolutional network are such blocks, and the kernel has to clear
     their pages in every step, which takes up to a third of its time. Inside the block
     all memory comes from the heap, which does not shrink. At the end the free memory
-    goes back to the kernel. This has an effect only if ``device`` is a CPU and the C
-    library is glibc.
+    goes back to the kernel, and the thresholds become the highest that glibc itself
+    would choose. This has an effect only if ``device`` is a CPU and the C library is
+    glibc.
     """
     libc = ctypes.CDLL(None)
     if device.type != "cpu" or not hasattr(libc, "malloc_trim"):  # macOS, musl

@@ -248,6 +248,9 @@ class Clustering:
     ) -> Tensor:
         """Cluster the rows by k-means, without merging clusters afterwards.
 
+        In generalized category discovery all rows are clustered, with the labeled rows
+        fixed to their classes; otherwise the unlabeled rows alone.
+
         Args:
             kind: What k-means clusters: ``KMEANS`` ("k-means") the rows, ``SMOOTHED``
                 ("smoothed k-means") the means of rows and their nearest neighbors,

@@ -59,7 +59,11 @@ class SmallResNet(nn.Module):
         _init_convolutions(self)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Compute features (B, D) of images (B, 3, S, S), D = w * 2^(stages - 1)."""
+        """Compute features (B, D) of images (B, 3, S, S), D = w * 2^(stages - 1).
+
+        w is the number of channels of the first stage. The last maps are averaged over
+        all positions.
+        """
         x = torch.relu(self.bn1(self.conv1(images)))
         for i in range(self.num_stages):
             x = getattr(self, f"layer{i + 1}")(x)
@@ -269,7 +273,7 @@ def _from_timm(model_name: str) -> nn.Module:
 
     Raises:
         ConfigError: timm has no such encoder or is not installed, or ``config.json``
-            cannot be downloaded.
+            cannot be downloaded or does not describe an encoder of timm.
     """
     check_name("timm", model_name)
     import timm
@@ -336,6 +340,9 @@ def _from_torchvision(model_name: str) -> nn.Module:
 
     Args:
         model_name: The name after ``torchvision:``.
+
+    Returns:
+        The encoder, with its number of outputs D as ``num_features``.
 
     Raises:
         ConfigError: There is no such encoder, or it does not end in a linear
@@ -611,8 +618,9 @@ def frozen_parts(
             ``last_stage`` all that comes before the last stage or block.
 
     Returns:
-        The names of frozen submodules ("" means the whole encoder), and frozen
-        parameters that are in none of these modules, such as a class token.
+        The dotted names of frozen submodules ("" means the whole encoder), and frozen
+        parameters that are in none of these modules, such as a class token. Nothing is
+        changed here.
 
     Raises:
         ConfigError: ``last_stage``, and the encoder has no stages or blocks.
