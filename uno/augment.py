@@ -97,7 +97,7 @@ def augment(
 
     Raises:
         ValueError: The images have another shape or type or are none, ``rows`` does not
-            select B rows, or a crop is larger than the padded image.
+            select B rows, or a crop of fixed size is larger than the padded image.
     """
     total = len(images) if num_rows is None else num_rows
     chosen = torch.arange(total)[slice(None) if rows is None else rows]
@@ -128,7 +128,8 @@ def augment_crops(
 ) -> list[Tensor]:
     """Turn crops that :mod:`uno.crops` cut on the CPU into normalized views.
 
-    This does everything that :func:`augment` does after the crop.
+    This does everything that :func:`augment` does after the crop, from the flip to the
+    normalization. The crops themselves are not changed.
 
     Args:
         crops: One uint8 tensor (B,V,3,size,size) for each kind of views that
@@ -168,7 +169,8 @@ def kinds(config: AugmentConfig) -> list[ViewConfig]:
     """Return the settings of the large and of the small views, in this order.
 
     A kind without views is left out. With ``config.weak`` the operations on colors and
-    blur have probability 0.
+    blur have probability 0 in the result; flip and affine stay. ``config`` itself is
+    not changed.
     """
     off = (
         dict.fromkeys(("jitter", "grayscale", "solarize", "equalize", "blur"), 0.0)
@@ -238,7 +240,7 @@ def sample_uniforms(
     Args:
         num_rows: The number of images N.
         num_views: The number of views V of each image.
-        generator: A generator on the CPU.
+        generator: A generator on the CPU, which advances by N * V * 42 numbers.
 
     Returns:
         float64 (N,V,42), uniform in [0, 1).
@@ -265,11 +267,11 @@ def to_params(config: ViewConfig, numbers: Tensor, side: int) -> AugmentParams:
     column = iter(numbers[:, BOX_NUMBERS:].unbind(1))
 
     def coin(probability: float) -> Tensor:
-        """Return a mask (N * V,) that is true with a probability."""
+        """Return a mask (N * V,), true with a probability, from the next column."""
         return next(column) < probability
 
     def uniform(low: float, high: float) -> Tensor:
-        """Return numbers (N * V,), uniform from ``low`` to ``high``."""
+        """Return numbers (N * V,), ``low`` to ``high``, from the next column."""
         return (low + (high - low) * next(column)).float()
 
     c = config
@@ -311,14 +313,20 @@ def to_params(config: ViewConfig, numbers: Tensor, side: int) -> AugmentParams:
 def _draw_box(c: ViewConfig, side: int, numbers: Tensor) -> Tensor:
     """Return crop boxes, float32 (N,4): top, left, height, width in pixels.
 
+    With the crop ``none`` a box is the whole image. With ``pad`` it is a square of side
+    ``c.size``, anywhere in the padded image, so top and left may be negative. With
+    ``resized`` it comes from :func:`resized_boxes`. With ``pad_or_resized`` each view
+    has one of the two, with probability 1/2.
+
     Args:
         c: The settings of one kind of views, large or small.
         side: The side of the stored square images in pixels.
         numbers: float64 (N,23) in 0-1: ten areas and ten aspect ratios to try for a
-            random-resized crop, one choice between the two sorts of crop, top, left.
+            random-resized crop, one choice between ``pad`` and ``resized``, top, left.
 
     Raises:
-        ValueError: A crop of fixed size exceeds the image with its padding.
+        ValueError: The crop is ``pad`` or ``pad_or_resized``, and its size exceeds the
+            image with the padding on both sides.
     """
     if c.crop == "none":
         return torch.tensor([0.0, 0.0, side, side]).expand(len(numbers), 4)
@@ -358,8 +366,8 @@ def resized_boxes(
 
     Returns:
         float64 (N,4) of whole pixels: top, left, height, width. The first area and
-        ratio that fit into the image count. If none fits, the box is centered, and as
-        near to the image's aspect ratio as the range of ratios allows.
+        ratio that fit into the image count. If none of the ten fits, the box is the
+        largest centered one with a ratio of width to height from 3/4 to 4/3.
     """
     area, ratio = (
         numbers[:, :CROP_ATTEMPTS],
@@ -401,7 +409,7 @@ def apply(images: Tensor, draws: AugmentParams, config: ViewConfig) -> Tensor:
         config: The settings of these views.
 
     Returns:
-        float32 (N,3,size,size) in 0-1.
+        float32 (N,3,size,size) in 0-1, where size is ``config.size``.
 
     Raises:
         ValueError: The images have another shape or type, or there are none.
@@ -424,7 +432,10 @@ def apply(images: Tensor, draws: AugmentParams, config: ViewConfig) -> Tensor:
 
 
 def _finish_(views: Tensor, draws: AugmentParams, config: ViewConfig) -> None:
-    """Apply all operations that follow crop and flip, from affine to blur, in place.
+    """Apply all operations that follow crop and flip, in place.
+
+    They are affine, color jitter, grayscale, solarize, equalize and blur, in this
+    order. Each changes only the views that its mask in ``draws`` selects.
 
     Args:
         views: float32 (N,3,size,size) in 0-1, which is changed.
@@ -472,9 +483,12 @@ def _on_rows(
 def _crop(images: Tensor, draws: AugmentParams, config: ViewConfig) -> Tensor:
     """Crop, resize and flip images with two batched matrix products.
 
+    Without crop, resizing and any flip the images are only repeated.
+
     Args:
         images: uint8 (B,3,S,S).
-        draws: The parameters of N views, where N is a multiple of B.
+        draws: The parameters of N views, where N is a multiple of B. The N / B views of
+            an image follow each other.
         config: The settings of these views.
 
     Returns:
@@ -501,7 +515,7 @@ def crop_weights(
     center. The half width of the triangle is one source pixel when enlarging, and one
     target pixel when reducing. The triangle is cut off at the box and then normalized.
     A box with ``length == size`` is therefore copied exactly. Pixels of the box outside
-    the image have weight zero.
+    the image have no weight, so a target pixel beyond the image has only zeros.
 
     Args:
         start: (...), the first pixel of each crop's box. It may lie outside the image.
@@ -634,7 +648,10 @@ def luma(images: Tensor) -> Tensor:
 
 
 def grayscale(images: Tensor) -> Tensor:
-    """Return images (B,3,H,W) with each pixel's luma in all three channels."""
+    """Return images (B,3,H,W) with each pixel's luma in all three channels.
+
+    The three channels share their memory, so the result must not be written to.
+    """
     return luma(images).expand(-1, 3, -1, -1)
 
 
@@ -650,6 +667,9 @@ def blend_(images: Tensor, factor: Tensor, operation: Tensor) -> Tensor:
         operation: int64 (B,), which says what the reference is: black for
             ``BRIGHTNESS``, the image's mean luma for ``CONTRAST``, each pixel's luma
             for ``SATURATION``.
+
+    Returns:
+        ``images``.
     """
     rows = (-1, 1, 1, 1)
     pixel = luma(images)
@@ -676,6 +696,9 @@ def hue_(images: Tensor, shift: Tensor) -> Tensor:
     Args:
         images: float32 (B,3,H,W) in 0-1.
         shift: (B,), the rotation in turns of the color circle, -0.5..0.5.
+
+    Returns:
+        ``images``.
     """
     red, green, blue = images.split(1, dim=1)
     high = torch.maximum(torch.maximum(red, green), blue)
@@ -731,7 +754,10 @@ def jitter_(images: Tensor, rows: Tensor, factors: Tensor, order: Tensor) -> Ten
     work = images.index_select(0, chosen)
 
     def blend(parts: list[slice]) -> None:
-        """Apply blend k of each image to the rows ``parts[k]`` of ``work``."""
+        """Apply blend k (0, 1, 2) of each image to the rows ``parts[k]`` of ``work``.
+
+        Nothing is done if all factors of brightness, contrast and saturation are 1.
+        """
         for k, part in enumerate(parts):
             if has_blend and work[part].shape[0]:
                 blend_(work[part], strength[k, part], blends[k, part])

@@ -34,7 +34,8 @@ kernels again.
 def record_cuda_graph(function: Callable[[], Any]) -> Callable[[], Any]:
     """Record the kernels that ``function`` launches as a CUDA graph.
 
-    The kernels are not computed during the recording.
+    The kernels are not computed during the recording. Before it, the GPU memory that
+    PyTorch caches without using it is released.
 
     Args:
         function: Launches kernels on the GPU. It is called once.
@@ -110,7 +111,7 @@ class CapturedStep:
             lr: The learning rate of this step.
 
         Returns:
-            The loss, float32 (1,), detached.
+            The loss, float32 (1,), detached. The next replay overwrites it.
         """
         if self._extra is not state.extra:
             self._recording, self._num_eager = None, 0
@@ -139,14 +140,16 @@ class CapturedStep:
     ) -> Recording:
         """Record one training step that reads its batch and learning rate from tensors.
 
+        The gradients of the parameters are set to None before.
+
         Args:
-            state: The state of training. Its step number is not changed.
+            state: The state of training. Its model and its step number are not changed.
             batch: A batch of the right shapes. The recording reads a copy of it.
             config: The configuration of the run.
 
         Returns:
             The recording, with the tensors of the batch, the learning rate and the
-            loss.
+            loss. The learning rate and the loss are 0 at first.
         """
         views = [view.clone() for view in batch.views]
         kept = Batch(views, batch.labels.clone(), batch.num_large)
@@ -204,8 +207,9 @@ def _tensors_of(batch: Batch) -> list[Tensor]:
 def _in_separate_stream(device: torch.device, function: Callable[[], Tensor]) -> Tensor:
     """Return the result of ``function``, computed in a separate CUDA stream.
 
-    The current stream waits for it. PyTorch requires this for the training steps before
-    a CUDA graph is recorded. On another device than a GPU the function is just called.
+    That stream starts after the work of the current stream, which then waits for it.
+    PyTorch requires this for the training steps before a CUDA graph is recorded. On
+    another device than a GPU the function is just called.
 
     Args:
         device: The device on which the function computes.

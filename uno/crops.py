@@ -63,7 +63,8 @@ class Cropper:
     def kinds(self) -> list[ViewConfig]:
         """The settings of the large and of the small views, in this order.
 
-        Small views are left out if there are none.
+        Small views are left out if there are none. The settings are those that
+        :func:`uno.augment.kinds` returns for ``augment``; they are computed once.
         """
         return kinds(self.augment)
 
@@ -99,7 +100,8 @@ class Cropper:
         """Cut the random views of n images, each of which is decoded once.
 
         Where a view is cut depends only on the attributes, the step and the position,
-        so another call with these cuts the same views.
+        so another call with these cuts the same views. The views are cut and resized,
+        but not flipped and not changed in color.
 
         Args:
             steps: int64 (n,), the number of the training step that uses each image.
@@ -116,6 +118,10 @@ class Cropper:
             Two values. The first are the pixels of all views of each image, uint8 (n,
             ``row_bytes``), which :meth:`split` divides. The second has for each image
             None, or the reason why it cannot be decoded. Its views are black then.
+
+        Raises:
+            StorageError: The file of an image cannot be read now, but perhaps later.
+            ValueError: A crop of fixed size is larger than the padded square.
         """
         pixels = torch.zeros(len(images), self.row_bytes, dtype=torch.uint8)
         views = [
@@ -124,7 +130,7 @@ class Cropper:
         reasons: list[str | None] = [None] * len(images)
         for step in np.unique(steps):
             rows = np.flatnonzero(steps == step)
-            planned = self._planned(int(step), positions[rows])
+            planned = self._draw_crops(int(step), positions[rows])
             for i, row in enumerate(rows.tolist()):
                 try:
                     self._crop(
@@ -140,7 +146,7 @@ class Cropper:
                         squares[row] = 0
         return pixels.numpy(), reasons
 
-    def _planned(self, step: int, positions: np.ndarray) -> list[np.ndarray]:
+    def _draw_crops(self, step: int, positions: np.ndarray) -> list[np.ndarray]:
         """Draw where to crop n images of one training step.
 
         Args:
@@ -153,6 +159,9 @@ class Cropper:
             :func:`uno.augment.resized_boxes` takes, because their boxes depend on the
             size of the image. For other crops it holds boxes (n,V,4) in pixels of the
             centered, resized square of the image: top, left, height, width.
+
+        Raises:
+            ValueError: A crop of fixed size is larger than the padded square.
         """
         generator, chosen = (
             augment_generator(self.seed, self.stream, step),
@@ -180,7 +189,7 @@ class Cropper:
         Args:
             image: The encoded image.
             planned: For each kind of views (large, small) the row of this image in the
-                result of :meth:`_planned`.
+                result of :meth:`_draw_crops`.
             out: For each kind its V views, uint8 (3, size, size), which are
                 overwritten.
             square_out: uint8 (3, side, side), into which the center of the image is
@@ -188,6 +197,7 @@ class Cropper:
 
         Raises:
             BadImage: The image cannot be decoded.
+            StorageError: The image's file cannot be read now, but perhaps later.
         """
         square, whole = self._decode(image, square_out is not None)
         if square_out is not None:
@@ -216,6 +226,7 @@ class Cropper:
 
         Raises:
             BadImage: The image cannot be decoded.
+            StorageError: The image's file cannot be read now, but perhaps later.
         """
         crops = {kind.crop for kind in self.kinds}
         needs_square = with_square or crops != {"resized"}

@@ -1,4 +1,4 @@
-"""Distributed training of several ranks: process group, collectives, DDP and stopping.
+"""Let several ranks train together: process group, collectives, DDP and stopping.
 
 Outside a process group every collective returns its input, or computes locally.
 """
@@ -71,9 +71,10 @@ def join_group(
         world_size: The number of processes in the group.
 
     Raises:
-        Interrupted: The connection to another rank is lost, or a rank is late. Any
-            other error of a collective, such as tensors of different sizes, is raised
-            as it is: the same command would end in it again.
+        Interrupted: The connection to another rank is lost, or a rank is late, when
+            the group is joined or in the block. Any other error, such as that of a
+            collective with tensors of different sizes, is raised as it is: the same
+            command would end in it again.
     """
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
@@ -99,6 +100,11 @@ def is_lost_rank(error: RuntimeError) -> bool:
     Gloo raises plain RuntimeErrors, and NCCL raises ``DistBackendError``, for lost
     connections and for mistakes alike. Only the text tells them apart. The errors of a
     store and of a socket mean that its process is gone, or that it did not answer.
+
+    Returns:
+        True for a ``DistNetworkError`` or ``DistStoreError``. True for a
+        ``DistBackendError``, or an error that names gloo, if its text matches
+        :data:`LOST`, such as "connection reset" or "timed out". Otherwise False.
     """
     if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
         return True
@@ -110,14 +116,16 @@ def is_lost_rank(error: RuntimeError) -> bool:
 def gather_rows(tensor: Tensor, dim: int) -> Tensor:
     """Concatenate the tensors of all workers along a dimension, in rank order.
 
-    It takes one collective. The tensors must have equal shapes. There is no gradient.
+    It takes one collective, so all workers must call this. The tensors must have equal
+    shapes. There is no gradient.
 
     Args:
         tensor: This worker's tensor.
         dim: The dimension along which to concatenate.
 
     Returns:
-        The tensor of all workers, the same on every worker.
+        The tensor of all workers, the same on every worker. Outside a process group it
+        is ``tensor`` itself.
     """
     if not in_group():
         return tensor
@@ -134,14 +142,16 @@ def gather_rows_with_grad(tensor: Tensor, dim: int) -> Tensor:
 
     The backward pass adds up the gradients that all workers' losses have for a row. If
     each worker's loss is a mean over pairs (own row, any row), and gradients are
-    averaged over workers, the result is the gradient of the mean over all pairs.
+    averaged over workers, the result is the gradient of the mean over all pairs. All
+    workers must call this.
 
     Args:
         tensor: This worker's tensor, which has the same shape on every worker.
         dim: The dimension along which to concatenate.
 
     Returns:
-        The tensor of all workers in rank order, the same on every worker.
+        The tensor of all workers in rank order, the same on every worker. Outside a
+        process group it is ``tensor`` itself.
     """
     return _GatherRows.apply(tensor, dim) if in_group() else tensor
 
@@ -150,7 +160,8 @@ def mean_with_grad(tensor: Tensor) -> Tensor:
     """Return the mean of the workers' tensors, element by element, with gradient.
 
     The backward pass adds up the gradients that all workers' losses have for this
-    worker's tensor. All workers must call this.
+    worker's tensor. All workers must call this. Outside a process group ``tensor``
+    itself is returned.
 
     Args:
         tensor: This worker's tensor, which has the same shape on every worker.
@@ -186,7 +197,8 @@ class _GatherRows(torch.autograd.Function):
 def local_shard(tensor: Tensor, dim: int) -> Tensor:
     """Return this worker's part of a tensor with the rows of all workers.
 
-    It undoes :func:`gather_rows`.
+    It undoes :func:`gather_rows`. The part is a view without a copy. Outside a process
+    group ``tensor`` itself is returned. There is no communication.
 
     Args:
         tensor: The tensor with the rows of all workers, in rank order.
@@ -215,7 +227,8 @@ def all_reduce_sum_(tensor: Tensor) -> Tensor:
 def gather_objects(value: Any) -> list[Any]:
     """Return the value of each rank, in the order of ranks, on every rank.
 
-    All ranks call this. The host waits for the values.
+    All ranks call this. The host waits for the values. Outside a process group the list
+    has this process's value alone.
 
     Args:
         value: A small value of plain Python types, which is sent as bytes.
@@ -229,7 +242,8 @@ def gather_objects(value: Any) -> list[Any]:
 def broadcast_from_rank0(tensor: Tensor) -> Tensor:
     """Return rank 0's tensor on every worker.
 
-    All workers must call this.
+    All workers must call this. Outside a process group ``tensor`` is returned, made
+    contiguous.
 
     Args:
         tensor: On rank 0 the tensor to send. On other workers a tensor of the same
@@ -260,7 +274,9 @@ class RankTask(NamedTuple):
 def run_tasks(tasks: Sequence[RankTask], device: torch.device) -> list[Tensor]:
     """Divide tasks among the ranks, and return all results on every rank.
 
-    Rank r of W computes the tasks r, r + W, r + 2W and so on.
+    Rank r of W computes the tasks r, r + W, r + 2W and so on. All ranks call this. With
+    several ranks the tasks run in a thread, and an error of a task is raised on its
+    rank once all ranks have finished.
 
     Args:
         tasks: The same tasks on every rank.
@@ -291,9 +307,12 @@ def compute_on_rank0(
 ) -> dict[str, Tensor]:
     """Compute tensors on rank 0, and return them on every rank.
 
+    All ranks call this. An error of the function is raised on rank 0 alone.
+
     Args:
-        function: Returns the tensors by name. Only rank 0 calls it, in a thread. It may
-            take longer than a collective waits, and must not call a collective.
+        function: Returns the tensors by name. Only rank 0 calls it, in a thread if
+            there are several ranks. It may take longer than a collective waits, and
+            must not call a collective.
         device: The device of this rank, on which ranks exchange tensors.
 
     Returns:
@@ -345,7 +364,7 @@ def _work_together(work: Callable[[], None], device: torch.device) -> None:
 
 
 def barrier(device: torch.device) -> None:
-    """Wait until all workers have called this.
+    """Wait until all workers have called this; outside a process group do nothing.
 
     Args:
         device: The device of this rank, on which ranks exchange tensors.
@@ -372,8 +391,9 @@ class GroupWorker:
         """Return the module to call in training: ``model`` itself, or its DDP wrapper.
 
         With several ranks DDP averages gradients over them. On GPUs, batch
-        normalization then uses the statistics of the batch of all ranks. The CPU has no
-        kernels for that.
+        normalization then uses the statistics of the batch of all ranks: its layers in
+        ``model`` are replaced. The CPU has no kernels for that. In both cases buffers,
+        such as running statistics, are not sent between ranks.
         """
         if self.world_size == 1:
             return model
@@ -394,13 +414,13 @@ class GroupWorker:
         return ddp(model, device_ids=devices, gradient_as_bucket_view=True, **options)
 
     def asked_to_stop(self) -> bool:
-        """Return whether somebody has asked this training to stop; for a subclass.
+        """Return whether somebody has asked this training to stop.
 
-        Only rank 0 calls this, every two seconds.
+        A subclass must define this. Only rank 0 calls it, at most every two seconds.
 
         Raises:
-            StorageError: The storage that would have the request cannot be read. It is
-                ignored.
+            StorageError: The storage that would have the request cannot be read. The
+                caller takes this error for "no request".
         """
         raise NotImplementedError
 
@@ -408,7 +428,8 @@ class GroupWorker:
         """Return whether training should stop now, with the same answer on all ranks.
 
         The ranks vote before every step on the CPU, and before every tenth step on a
-        GPU, because a vote waits for the GPU.
+        GPU, because a vote waits for the GPU. Without a vote the answer is False. All
+        ranks must call this. The vote of rank 0 decides, see :meth:`asked_to_stop`.
 
         Args:
             step: The number of steps that are done.
@@ -421,7 +442,9 @@ class GroupWorker:
     def _is_stop_requested(self) -> bool:
         """Return whether this rank has found a request to stop the training.
 
-        Only rank 0 looks for a request, every two seconds. Other ranks return False.
+        Only rank 0 looks for a request, at most every two seconds. The result is False
+        on other ranks, less than two seconds after the last look, and if the storage
+        cannot be read.
         """
         if self.rank > 0 or time.monotonic() < self._next_stop_check:
             return False

@@ -47,6 +47,8 @@ class Interrupted(UnoError):
 def one_line(error: object) -> str:
     """Return the text of an error on one line, cut off after 300 characters.
 
+    Line breaks and runs of white space become one space each.
+
     Args:
         error: The error of a library, or any object that ``str`` turns into text.
     """
@@ -80,8 +82,8 @@ def did_you_mean(
         known: The words that are accepted.
         otherwise: The hint if no known word is similar.
         show: Returns the text for a suggested word; by default the word in quotes.
-        likely: Words that are all suggested, instead of the known word that is most
-            similar to ``word``.
+        likely: Words that are all suggested, joined by "or", instead of the known word
+            that is most similar to ``word``; ``known`` is not used then.
 
     Returns:
         For example ``; did you mean 'folder'?``. Without a similar word it is ``; ``
@@ -99,8 +101,9 @@ def as_user_error(error: Exception) -> UnoError | None:
         error: The error that ended the command.
 
     Returns:
-        A ConfigError if a package is not installed, a StorageError if the disk is full
-        or read-only, and None for any other error, which is a defect of the program.
+        A ConfigError if a package is not installed that is not a part of this project.
+        A StorageError if the disk is full or read-only, or the user's quota is used up.
+        None for any other error, which is a defect of the program.
     """
     if isinstance(error, ModuleNotFoundError):
         missing = (error.name or "").partition(".")[0]

@@ -149,11 +149,12 @@ class NovelClassDiscovery(
             The estimator itself.
 
         Raises:
-            ValueError: A parameter is out of its range; ``X`` is not finite, or has
-                another number of rows than ``y``; ``y`` holds values that are no
-                classes, such as fractions; no row has a label; there are not more
-                unlabeled rows than classes to find among them; or ``n_novel="auto"``
-                and only one class is known.
+            ValueError: A parameter is out of its range; ``X`` is not finite, has fewer
+                than two rows, or has another number of rows than ``y``; ``y`` is None,
+                is not one column, or holds values that are no classes, such as
+                fractions; no row has a label; there are not more unlabeled rows than
+                classes to find among them; or ``n_novel="auto"`` and only one class is
+                known.
         """
         self._check_parameters()
         labels, is_labeled = split_labels(y)
@@ -207,6 +208,8 @@ class NovelClassDiscovery(
     def fit_predict(self, X: ArrayLike, y: ArrayLike) -> NDArray[Any]:  # noqa: N803
         """Find the novel classes, and return the class of each row of ``X``.
 
+        This calls :meth:`fit`, so the estimator is fitted afterwards.
+
         Args:
             X: Features (N, D): an array, a data frame, a column of N vectors, or a
                 sparse matrix.
@@ -218,11 +221,12 @@ class NovelClassDiscovery(
             ``setting="gcd"`` an unlabeled row gets a known or a novel class, with
             ``"ncd"`` a novel one. The novel classes are named in the type of the
             labels: the next integers above them, or ``"novel-1"``, ``"novel-2"``, ...
+            Without any unlabeled row these are the labels, with a warning.
 
         Raises:
             ValueError: A parameter is out of its range, ``X`` or ``y`` cannot be used,
-                no row has a label, or there are not more unlabeled rows than classes to
-                find among them.
+                no row has a label, there are not more unlabeled rows than classes to
+                find among them, or ``n_novel="auto"`` and only one class is known.
         """
         labels: NDArray[Any] = self.fit(X, y).labels_
         return labels
@@ -238,6 +242,10 @@ class NovelClassDiscovery(
 
         Returns:
             Classes (N,), labels as in ``classes_``.
+
+        Raises:
+            ValueError: :meth:`fit` was not called (``NotFittedError``), or the features
+                differ in number or name from those of :meth:`fit` or are not finite.
         """
         cosines = self._cosines(self._check_rows(X))
         classes: NDArray[Any] = self.classes_[cosines.argmax(axis=1)]
@@ -255,7 +263,11 @@ class NovelClassDiscovery(
 
         Returns:
             Probabilities (N, C) of the C known and novel classes, in the order of
-            ``classes_``.
+            ``classes_``. A class that got no row in :meth:`fit` has probability 0.
+
+        Raises:
+            ValueError: :meth:`fit` was not called (``NotFittedError``), or the features
+                differ in number or name from those of :meth:`fit` or are not finite.
         """
         cosines = self._cosines(self._check_rows(X))
         probabilities: NDArray[Any] = softmax(cosines / TEMPERATURE, axis=1)
@@ -283,7 +295,9 @@ class NovelClassDiscovery(
             The accuracy, 0 to 1.
 
         Raises:
-            ValueError: No row has a label.
+            ValueError: No row has a label, ``y`` is None or holds values that are no
+                classes, :meth:`fit` was not called (``NotFittedError``), or ``X``
+                differs in its features from that of :meth:`fit` or is not finite.
         """
         labels, is_labeled = split_labels(y)
         if not is_labeled.any():
@@ -309,7 +323,12 @@ class NovelClassDiscovery(
             X: Features (N, D), D as in :meth:`fit`.
 
         Returns:
-            Coordinates (N, P), where P is the number of principal directions.
+            Coordinates (N, P), where P is the number of principal directions. They are
+            float64 if ``X`` is a float64 array or sparse matrix, otherwise float32.
+
+        Raises:
+            ValueError: :meth:`fit` was not called (``NotFittedError``), or the features
+                differ in number or name from those of :meth:`fit` or are not finite.
         """
         rows = self._check_rows(X)
         coordinates: NDArray[Any] = self._space()(rows).numpy()
@@ -320,7 +339,8 @@ class NovelClassDiscovery(
         """Check the parameters ``n_novel`` and ``setting``.
 
         Raises:
-            ValueError: A parameter is out of its range.
+            ValueError: ``n_novel`` is neither an integer above 0 nor ``"auto"``, or
+                ``setting`` is neither ``"ncd"`` nor ``"gcd"``.
         """
         number = self.n_novel
         is_count = isinstance(number, Integral) and not isinstance(number, bool)
@@ -334,8 +354,9 @@ class NovelClassDiscovery(
     def _fit_rows(self, X: Any, seed: int) -> Tensor:  # noqa: N803
         """Convert the features of ``fit`` to dense rows; reduce a sparse matrix.
 
-        If the features are a sparse matrix, a ``TruncatedSVD`` is fitted to them and
-        kept as ``svd_``.
+        If the features are a sparse matrix, a ``TruncatedSVD`` to at most
+        ``MAX_SPARSE_DIRECTIONS`` dimensions is fitted to them and kept as ``svd_``.
+        Otherwise ``svd_`` becomes None.
 
         Args:
             X: Features (N, D), an array or a sparse matrix, checked by scikit-learn.
@@ -370,11 +391,12 @@ class NovelClassDiscovery(
         """Check features (N, D) that are passed after ``fit``, and convert them.
 
         Returns:
-            The tensor of :meth:`_to_rows`, float32.
+            The tensor of :meth:`_to_rows`, float32: (N, D'), reduced by the SVD if
+            ``fit`` got a sparse matrix.
 
         Raises:
-            ValueError: The features differ in number or name from those of ``fit``, or
-                are not finite.
+            ValueError: ``fit`` was not called (``NotFittedError``), or the features
+                differ in number or name from those of ``fit``, or are not finite.
         """
         check_is_fitted(self)
         X = validate_data(  # noqa: N806
@@ -389,7 +411,8 @@ class NovelClassDiscovery(
 
         ``n_novel_interval_`` becomes the lower and upper end of the estimate of the
         number of novel classes, or twice ``n_novel`` if that is a number. At most
-        ``MAX_CLUSTERED_ROWS`` labeled and as many unlabeled rows are used.
+        ``MAX_CLUSTERED_ROWS`` labeled and as many unlabeled rows are used. A warning is
+        issued if the interval of an estimate reaches the largest calibrated number.
 
         Args:
             labeled: Labeled rows (N_l, D') of any length; they are scaled to length one
@@ -402,8 +425,8 @@ class NovelClassDiscovery(
 
         Returns:
             The clusters: the map to the space in which they were found, the prototypes
-            of all classes, and how far other clusterings agree. They include the pairs
-            of novel classes that look like parts of one class, which are none if the
+            of all classes, and how far other clusterings agree. ``similar`` has the
+            pairs of novel classes that look like parts of one class; it is empty if the
             number of classes is estimated.
 
         Raises:
@@ -485,8 +508,12 @@ def stack_vectors(X: Any) -> Any:  # noqa: N803
         X: A column of N vectors of length D, or a frame with this column alone.
 
     Returns:
-        An array (N, D). A column of N numbers becomes an array (N,), and any other
-        object is returned as it is.
+        An array (N, D). A column of N numbers becomes an array (N,). Any other object,
+        such as an array or a frame with several columns or one of numbers, is returned
+        as it is.
+
+    Raises:
+        ValueError: The vectors have different lengths.
     """
     if hasattr(X, "columns") and X.shape[1] == 1:
         name = X.columns[0]
@@ -500,17 +527,20 @@ def stack_vectors(X: Any) -> Any:  # noqa: N803
 def split_labels(y: ArrayLike) -> tuple[NDArray[Any], NDArray[np.bool_]]:
     """Tell labeled rows from unlabeled ones.
 
+    A warning is issued if ``y`` has the shape (N, 1).
+
     Args:
         y: Labels (N,). Unlabeled rows have -1, ``"-1"``, NaN, None, ``"<NA>"`` or an
-            empty string.
+            empty or blank string.
 
     Returns:
         The labels (N,), which have no meaning for unlabeled rows; and a mask (N,) that
-        is true for labeled rows.
+        is true for labeled rows. Labels of an array of objects become strings or
+        numbers if any row is labeled.
 
     Raises:
-        ValueError: ``y`` is missing, is not one column, or holds values that are no
-            classes, such as fractions.
+        ValueError: ``y`` is None, is not one column, or holds values that are no
+            classes, such as fractions or infinity.
     """
     if y is None:
         raise ValueError("fit requires y to be passed, but the target y is None")
@@ -534,7 +564,8 @@ def split_labels(y: ArrayLike) -> tuple[NDArray[Any], NDArray[np.bool_]]:
 def is_unlabeled(label: Any) -> bool:
     """Return whether a label of an array of objects or strings means "unlabeled".
 
-    It does if it is None, NaN, ``"-1"``, empty, or ``"<NA>"`` (pandas).
+    It does if it is None, NaN, or as a text ``"-1"``, ``"<NA>"`` (pandas), empty or
+    blank. White space at the ends of the text does not count.
     """
     if label is None or str(label).strip() in ("", "-1", "<NA>"):
         return True
@@ -549,9 +580,9 @@ def name_novel_classes(known: NDArray[Any], num_novel: int) -> NDArray[Any]:
         num_novel: Number of novel classes C_u.
 
     Returns:
-        The names (C_u,): the integers (as floats if the known classes are floats) that
-        follow the largest known class, or ``"novel-1"``, ``"novel-2"``, ... of which
-        names of known classes are left out.
+        The names (C_u,). If the known classes are numbers: the integers that follow the
+        largest one, in the type of ``known``. Otherwise, also for booleans, the strings
+        ``"novel-1"``, ``"novel-2"``, ... of which names of known classes are left out.
     """
     if known.dtype.kind in "iuf":
         first = int(np.floor(known[-1])) + 1
@@ -571,7 +602,7 @@ def fit_known_classes(labeled: Tensor, class_of_row: Tensor) -> FrozenClusters:
 
     Returns:
         Clusters without a novel class: the whitened space, and the mean direction of
-        each known class in it.
+        each known class in it. The agreement and the similar pairs are empty.
     """
     principal = fit_principal_space(labeled)
     rows = principal(labeled)

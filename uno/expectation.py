@@ -111,8 +111,8 @@ def expected_accuracy(
 
     Args:
         agreement: The shares of unlabeled rows, 0 to 1, on which A other clusterings
-            agree with these clusters, of
-            :func:`uno.clustering.frozen.measure_agreement`; (A,).
+            agree with these clusters, (A,), as
+            :func:`uno.clustering.frozen.measure_agreement` returns them.
         setting: ``"ncd"``: accuracy on the images of novel classes. ``"gcd"``: accuracy
             on all unlabeled images.
         matching: How clusters are matched with classes before correct images are
@@ -121,7 +121,8 @@ def expected_accuracy(
             matched. Both are the same in ``ncd``.
 
     Returns:
-        The expected accuracy and its interval, or None if ``agreement`` is empty.
+        The expected accuracy, 0 to 1, and its interval, by the stored line of the
+        setting and matching; or None if ``agreement`` is empty.
     """
     if not len(agreement):
         return None
@@ -174,7 +175,7 @@ def describe_outside(values: Mapping[str, float]) -> list[str]:
 
     Returns:
         One phrase for each property, such as ``"40 novel classes (calibrated on 2 to
-        10)"``.
+        10)"``. The numbers come first, then another encoder, then one known class.
     """
     ranges = calibration()["ranges"]
     found = [
@@ -197,6 +198,8 @@ def describe_outside(values: Mapping[str, float]) -> list[str]:
 @cache
 def calibration() -> Mapping[str, Any]:
     """Read the stored calibration of expected accuracies from ``expectation.json``.
+
+    The file is read once in a process.
 
     Returns:
         A mapping. ``source`` is the command that wrote it. ``sets`` and ``num_tasks``

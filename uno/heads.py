@@ -30,8 +30,10 @@ class Prototypes(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         """Compute the cosines of features with the K prototypes.
 
+        The prototypes are not scaled here, so they must have length one.
+
         Args:
-            features: Features (..., B, D), which are scaled to length one.
+            features: Features (..., B, D) of any length. They are scaled to length one.
 
         Returns:
             Cosines (..., B, K).
@@ -41,7 +43,8 @@ class Prototypes(nn.Module):
     def cosines(self, directions: Tensor) -> Tensor:
         """Compute the cosines of vectors of length one with the K prototypes.
 
-        Autocast does not apply, because cosines in bfloat16 would change 0.8% of the
+        Nothing is scaled here, so the prototypes must have length one, too. Autocast
+        does not apply, because cosines in bfloat16 would change 0.8% of the
         pseudo-labels.
 
         Args:
@@ -98,6 +101,8 @@ class NovelHead(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """Compute the cosines of features with the K prototypes of the novel classes.
+
+        The features pass the linear layer first, if there is one.
 
         Args:
             features: Features of the encoder, (N, D).

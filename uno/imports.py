@@ -30,12 +30,16 @@ def is_object_name(name: str) -> bool:
 def import_object(key: str, name: str) -> Any:
     """Import the object that ``package.module:NAME`` names, and return it.
 
+    Importing runs the code of the module.
+
     Args:
         key: The key of the configuration that holds the name, for the error message.
         name: The name. Modules in the working directory are found, too.
 
     Raises:
-        ConfigError: The object cannot be imported.
+        ConfigError: The module is not found, has a syntax error or raises an
+            ImportError or AttributeError, or does not have the name. Any other error of
+            the module's code is raised as it is.
     """
     module, _, attribute = name.partition(":")
     with working_directory():
@@ -52,8 +56,8 @@ def check_origin(key: str, name: str, foreign: str) -> None:
 
     A model's configuration can name code that is imported when the model is loaded. In
     a model of unknown origin it must be code that the user has installed. If so, a
-    warning says which code the model calls. If there is no such code on this machine,
-    nothing happens. Nothing is imported here.
+    warning is logged that says which code the model calls. If there is no such code on
+    this machine, nothing happens. Nothing is imported here.
 
     Args:
         key: The key of the model's configuration that holds the name.
@@ -61,7 +65,8 @@ def check_origin(key: str, name: str, foreign: str) -> None:
         foreign: The directory of the model of unknown origin.
 
     Raises:
-        ConfigError: The code lies in the directory of the model.
+        ConfigError: The top-level package of the code lies in the directory of the
+            model.
     """
     with working_directory():
         found = find_spec(name.partition(":")[0].partition(".")[0])
@@ -91,8 +96,9 @@ def check_origin(key: str, name: str, foreign: str) -> None:
 def working_directory() -> Iterator[None]:
     """Let imports also find modules in the working directory, in a ``with`` block.
 
-    The directory is the last entry of ``sys.path``, so that a file there hides no
-    installed module.
+    The directory becomes the last entry of ``sys.path``, so that a file there hides no
+    installed module, and is removed at the end of the block. Nothing happens if it is
+    an entry already.
     """
     here = os.getcwd()
     if added := here not in sys.path:

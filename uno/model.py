@@ -93,7 +93,9 @@ class UnoModel(nn.Module):
     def _add_projection_heads(self, config: ModelConfig, num_features: int) -> None:
         """Build UNO's cluster heads, and the overclustering heads if there are any.
 
-        Each head is a projection (an MLP) and prototypes.
+        Each head is a projection (an MLP) and prototypes. They become the attributes
+        ``projector``, ``novel`` and, if ``config.overcluster_factor`` is not 0,
+        ``over``.
 
         Args:
             config: The numbers and sizes of heads.
@@ -153,8 +155,9 @@ class UnoModel(nn.Module):
 
         Returns:
             Cosines with the prototypes of the known head, the cluster heads and the
-            overclustering heads, before the division by the temperature; and the
-            features.
+            overclustering heads, before the division by the temperature; the features
+            before the adapter; and the projections, detached. A field is None if the
+            model has no such heads.
         """
         batches = [
             torch.cat(list(group))
@@ -174,8 +177,9 @@ class UnoModel(nn.Module):
 
         Returns:
             Cosines with the prototypes of the known head, the cluster heads and the
-            overclustering heads, before the division by the temperature; and the
-            features.
+            overclustering heads, before the division by the temperature; the given
+            features by view, before the adapter; and the projections, detached. A field
+            is None if the model has no such heads.
         """
         by_view = features.unflatten(0, (num_views, -1))
         if self.adapter is not None:
@@ -216,6 +220,10 @@ def build_network(
         num_novel: C_u, the number of novel classes; 0 for the encoder and the known
             head alone, as in pretraining.
         seed: Equal seeds give equal weights. The global random state is not changed.
+
+    Raises:
+        ConfigError: There is no such method or encoder, a package is missing, or the
+            encoder has no last stage to fine-tune.
     """
     method = load(config.method) if num_novel else None
     with torch.random.fork_rng(devices=[]):
@@ -236,7 +244,8 @@ def num_heads(config: Config) -> int:
 def forward(model: UnoModel, images: Tensor, config: Config) -> Logits:
     """Compute the logits of images for evaluation and prediction, without gradient.
 
-    The center crop of each image is used, without random augmentation.
+    The center crop of each image is used, without random augmentation. Its side is
+    ``augment.large.size``, or that of the image if this is smaller.
 
     Args:
         model: The model, in eval mode.

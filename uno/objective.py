@@ -78,7 +78,8 @@ def pseudo_labels(
             count; None for equal shares.
 
     Returns:
-        (V, H, B, K), without gradient. Rows sum to one.
+        (V, H, B, K), float32 or float64, without gradient. Rows sum to one. If all
+        views have the same target they share its memory.
     """
     num_views = len(logits)
     if aggregation == "average_logits":
@@ -190,14 +191,15 @@ def global_targets(
         known: (V, B, C_l), cosines with the known prototypes. They are used only if
             ``prior`` covers all C outputs, and may be None otherwise.
         prior: The expected shares of the unlabeled rows in the outputs; None for equal
-            shares. (C_u,) is for the cluster heads. (C,) means that unlabeled rows may
-            be of known classes, too (GCD). Their targets then cover the known outputs
-            as well. The overclustering heads divide the share of all novel classes
-            equally among their clusters.
+            shares. (C_u,) is for the cluster heads; the overclustering heads then have
+            equal shares. (C,) means that unlabeled rows may be of known classes, too
+            (GCD). The targets of all heads then cover the known outputs as well, and
+            the overclustering heads divide the share of all novel classes equally among
+            their clusters.
 
     Returns:
         The pseudo-labels: F tensors (V_large, H, B_u, K_f), or (V_large, H, B_u, C_l +
-        K_f) with a prior over all C outputs. Rows sum to one.
+        K_f) with a prior over all C outputs. Rows sum to one. They have no gradient.
     """
     priors: list[Tensor | None] = [prior, *[None] * (len(families) - 1)]
     if prior is not None and known is not None and len(prior) > families[0].shape[-1]:
@@ -234,7 +236,9 @@ def unified_objective(state: TrainState, batch: Batch, config: Config) -> Loss:
     """Compute the unified objective of one batch (Eq. 1-5).
 
     The loss is the mean over families and heads (Sec. 3.3). In the GCD setting the
-    unlabeled rows choose among all C outputs (UNO+, Vaze et al., CVPR 2022).
+    unlabeled rows choose among all C outputs (UNO+, Vaze et al., CVPR 2022). The
+    prototypes of the model are scaled to length one first, in place. All workers call
+    this, because pseudo-labels come from the rows of all workers.
 
     Args:
         state: The state of training, with the model. ``state.extra["prior"]`` is the
@@ -243,7 +247,8 @@ def unified_objective(state: TrainState, batch: Batch, config: Config) -> Loss:
         config: The configuration of the run.
 
     Returns:
-        The total loss, and the loss of each cluster head (H,).
+        The total loss of this worker's rows, a scalar with gradient; and the loss of
+        each cluster head (H,), without the overclustering heads.
     """
     logits, objective = forward(state, batch), config.objective
     assert logits.novel is not None

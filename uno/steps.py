@@ -68,15 +68,16 @@ class TrainState:
 
     @property
     def best_head(self) -> int:
-        """Index of the head with the lowest cluster loss in the last finished epoch.
+        """Index of the cluster head with the lowest loss in the last finished epoch.
 
-        It is 0 before an epoch has finished.
+        The losses are means over the epoch and all workers. The index is 0 before an
+        epoch has finished.
         """
         return int(self.head_losses.argmin())
 
     @property
     def progress(self) -> float:
-        """Share of the phase that is done, 0-1."""
+        """Share of the schedule's steps that are done, 0-1."""
         return self.step / self.total_steps
 
 
@@ -101,6 +102,10 @@ def new_state(
         autocast: Whether forward passes use bfloat16.
         encoder_lr_factor: Learning rate of the encoder, as a multiple of that of the
             heads.
+
+    Returns:
+        The state. Its sums are zero, and ``head_losses`` is infinite for each of the H
+        heads. H is 1 for a model without novel heads, as in pretraining.
     """
     optimizer = (
         make_optimizer(model, phase, encoder_lr_factor) if phase.epochs else None
@@ -134,6 +139,11 @@ def make_optimizer(
         phase: The settings of the phase: learning rate, momentum and weight decay.
         encoder_lr_factor: Learning rate of the encoder, as a multiple of that of the
             heads.
+
+    Returns:
+        The optimizer. Each parameter group has the key "factor", by which
+        :func:`take_step` multiplies the learning rate. The encoder has a group of its
+        own only if its factor is not 1 and it is not frozen.
     """
     trained = trained_parameters(model)
     encoder = [p for name, p in trained.items() if name.startswith("encoder.")]
@@ -185,7 +195,8 @@ def _optimizer_tensors(state: TrainState) -> dict[str, dict[str, Tensor]]:
 
     Returns:
         By the name of each parameter that is not frozen, a mapping of tensors by the
-        optimizer's names, such as "momentum_buffer"; empty without an optimizer.
+        optimizer's names, such as "momentum_buffer"; empty without an optimizer. The
+        tensors are not copied.
     """
     if state.optimizer is None:
         return {}
@@ -198,14 +209,18 @@ def _optimizer_tensors(state: TrainState) -> dict[str, dict[str, Tensor]]:
 def load_state_(state: TrainState, tensors: dict[str, Tensor], step: int) -> None:
     """Load the tensors of a checkpoint into the state of training, in place.
 
+    ``state.extra`` is replaced by the checkpoint's tensors, copied to the device. After
+    an error the state may be loaded in part.
+
     Args:
         state: The state of a model of the same shape. It is updated.
         tensors: The tensors of the checkpoint, by the names of :func:`state_tensors`.
         step: The number of optimizer steps before the checkpoint.
 
     Raises:
-        KeyError: A tensor is missing.
-        RuntimeError: A tensor has another shape.
+        KeyError: A tensor of the optimizer or of :data:`COUNTERS` is missing.
+        RuntimeError: A tensor of the model is missing or unknown, or a tensor has
+            another shape.
     """
     state.model.load_state_dict(with_prefix(tensors, "model/"))
     for name, kept in _optimizer_tensors(state).items():
@@ -273,17 +288,21 @@ def take_step(
     """Take one SGD step on the loss of a batch, and count the loss in ``state``.
 
     Gradients are averaged over all workers, so that a NaN on one rank makes all ranks
-    skip the step. The device is not synchronized.
+    skip the step: weights and sums of losses stay, and ``state.skipped`` rises by one.
+    ``state.step`` rises in any case, and ``state.grad_norm`` becomes the norm of all
+    gradients. The gradients of the parameters stay until the next step. The device is
+    not synchronized.
 
     Args:
         loss_function: Computes the loss.
         state: The state of training. It is updated.
         batch: The batch.
         config: The configuration of the run.
-        lr: The learning rate.
+        lr: The learning rate, which is multiplied by the factor of each parameter
+            group.
 
     Returns:
-        The loss (1,), detached.
+        The loss of this worker's rows (1,), detached.
     """
     loss = loss_function(state, batch, config)
     if not isinstance(loss, Loss):
@@ -319,7 +338,8 @@ def forward(state: TrainState, batch: Batch) -> Logits:
         batch: The batch of V views.
 
     Returns:
-        Cosines of all rows with the prototypes of all heads, and their features.
+        Cosines of all rows with the prototypes of all heads, and the features of the
+        rows.
     """
     state.model.normalize_prototypes_()
     with torch.autocast(state.device.type, torch.bfloat16, enabled=state.autocast):
@@ -329,13 +349,15 @@ def forward(state: TrainState, batch: Batch) -> Logits:
 def pretrain_loss(state: TrainState, batch: Batch, config: Config) -> Tensor:
     """Compute the loss of supervised pretraining (paper Sec. 4.1 "Pretraining").
 
+    The prototypes of the model are scaled to length one first, in place.
+
     Args:
         state: The state of training.
         batch: The batch, whose rows are all labeled.
         config: The configuration of the run.
 
     Returns:
-        The cross-entropy of the known head, a scalar.
+        The cross-entropy of the known head, a scalar: the mean over all views and rows.
     """
     known = forward(state, batch).known
     return labeled_loss(known, batch.labels, config.objective.temperature)
@@ -351,7 +373,7 @@ def labeled_loss(known: Tensor, labels: Tensor, temperature: float) -> Tensor:
         temperature: The divisor tau of the cosines.
 
     Returns:
-        The mean over views and labeled rows, a scalar.
+        The mean over views and labeled rows, a scalar; NaN if there is no labeled row.
     """
     logits = known[:, : len(labels)].flatten(0, 1) / temperature
     return F.cross_entropy(logits, labels.repeat(len(known)))

@@ -12,8 +12,8 @@ def available_cpus() -> int:
     """Return the number of CPU cores that this process may use, at least 1.
 
     The number is the smallest of the machine's cores, the CPU affinity of the process
-    (``taskset``, a batch scheduler) and the CPU quota of its control group, version 1
-    or 2 (a container's CPU limit).
+    (``taskset``, a batch scheduler), the CPU quota of its control group, version 1 or 2
+    (a container's CPU limit), and the environment variable ``LOKY_MAX_CPU_COUNT``.
     """
     from joblib import cpu_count  # 0.1 s, which a command without data need not wait
 
@@ -61,7 +61,7 @@ def start_pool(num_threads: int, name: str) -> ThreadPoolExecutor:
     started = threading.Barrier(num_threads)
 
     def begin(_: int) -> None:
-        """Set this thread's number, and wait until all threads of the pool have."""
+        """Set this thread's number of CPU threads to 1, and wait for all threads."""
         torch.set_num_threads(1)
         assert torch.get_num_threads() == 1  # the first use
         started.wait()

@@ -145,12 +145,15 @@ class Phase:
 
     @property
     def warmup_steps(self) -> int:
-        """The number of first steps in which the learning rate rises."""
+        """The number of first steps in which the learning rate rises, rounded."""
         return round(self.config.warmup_epochs * self.steps_per_epoch)
 
     @property
     def last_step(self) -> int:
-        """The step at which training ends: ``max_steps`` or the end of the schedule."""
+        """The number of steps after which training ends.
+
+        It is ``max_steps`` or the length of the schedule, whichever is smaller.
+        """
         return min(self.total_steps, self.max_steps or self.total_steps)
 
     def lr(self, step: int) -> float:
@@ -171,8 +174,9 @@ class Phase:
             step: The number of steps that are done.
 
         Returns:
-            "phase", its name; "step" and "total_steps", the last step; and "epoch" and
-            "epochs", the same in epochs, rounded up.
+            "phase", the name of the phase; "step", the number of steps that are done;
+            "total_steps", the number after which training ends (:attr:`last_step`); and
+            "epoch" and "epochs", these two numbers in epochs, rounded up.
         """
         return {
             "phase": self.name,
@@ -188,13 +192,15 @@ def warmup_cosine(
 ) -> float:
     """Return the learning rate of an optimizer step (paper Sec. 4.1).
 
-    It rises linearly from ``min_lr`` at step 0 to ``base_lr`` after ``warmup_steps``,
-    then falls along half a cosine to ``min_lr`` at the last step.
+    It rises linearly from ``min_lr`` at step 0 to ``base_lr`` at step ``warmup_steps``,
+    then falls along half a cosine to ``min_lr`` at step ``total_steps`` - 1, where it
+    stays.
 
     Args:
         step: The number of the step, from 0.
         total_steps: The number of steps of the phase.
-        warmup_steps: The number of warm-up steps, which may be any.
+        warmup_steps: The number of warm-up steps. It may be 0, and exceed
+            ``total_steps``.
         base_lr: The highest learning rate.
         min_lr: The learning rate at the start and at the end.
     """
@@ -216,8 +222,10 @@ def fit(
     """Train a phase from its newest checkpoint to its end.
 
     A resumed run ends with the same weights as one without interruption. This updates
-    the state, writes checkpoints and ``metrics.jsonl``, and reports metrics to the
-    worker.
+    the state and leaves the model in training mode. Rank 0 writes ``metrics.jsonl`` and
+    checkpoints, the last one at the end, and deletes old ones. Every rank reports
+    metrics to the worker. If weights are not finite, or too many steps had gradients
+    that are not, training goes back to the newest checkpoint, once.
 
     Args:
         config: The configuration of the run.
@@ -230,8 +238,10 @@ def fit(
     Raises:
         Interrupted: The worker was asked to stop. The state is saved, unless it is not
             finite.
-        NumericsError: Losses or weights were not finite again after a roll-back.
-        StorageError: A checkpoint cannot be written, or all checkpoints are damaged.
+        NumericsError: Losses or weights were not finite again after a roll-back, or
+            before there was a checkpoint to roll back to.
+        StorageError: A checkpoint or the metrics cannot be written, the newest
+            checkpoint does not fit the model, or all checkpoints are damaged.
     """
     state.total_steps = max(1, phase.total_steps)
     state.warmup_steps = phase.warmup_steps
@@ -340,6 +350,8 @@ class Health:
     def roll_back_(self, state: TrainState, storage: Storage, phase: Phase) -> None:
         """Return training to the newest checkpoint, at most once in a phase.
 
+        A warning is logged, and the counts of skipped steps begin anew.
+
         Args:
             state: The state of training, into which the checkpoint is loaded.
             storage: The run directory.
@@ -347,6 +359,7 @@ class Health:
 
         Raises:
             NumericsError: There is no checkpoint, or the phase was rolled back before.
+            StorageError: The checkpoint does not fit the model, or all are damaged.
         """
         at = f"{phase.name} step {state.step}"
         if self._rolled_back or not resume_(state, storage, phase.name):
@@ -360,16 +373,19 @@ class Health:
 def resume_(state: TrainState, storage: Storage, phase: str) -> bool:
     """Load the newest valid checkpoint of a phase into ``state``, if there is one.
 
+    A warning is logged for each newer checkpoint that is damaged.
+
     Args:
         state: The state of training. It is updated.
         storage: The run directory.
         phase: The name of the phase: "pretext", "pretrain" or "discover".
 
     Returns:
-        Whether the phase has a checkpoint.
+        Whether a checkpoint was loaded. If not, the state is not changed.
 
     Raises:
-        StorageError: The checkpoint does not fit the model, or all are damaged.
+        StorageError: The newest valid checkpoint does not fit the model, or the phase
+            has checkpoints and all are damaged.
     """
     checkpoint = load_newest(storage, phase)
     if checkpoint is not None:
@@ -396,7 +412,8 @@ def _save(
     All ranks must call this. The state is not changed. Rank 0 copies the tensors,
     writes the file in the thread of the journal, and then deletes the older checkpoints
     of the phase but ``train.keep_checkpoints``. If an earlier checkpoint is still being
-    written, rank 0 first waits until that is done.
+    written, rank 0 first waits until that is done. The sums of losses are stored as
+    their means over the ranks.
 
     Args:
         config: The configuration of the run.
@@ -433,11 +450,15 @@ def _save(
 def _wait_for_writes(journal: Journal, state: TrainState) -> None:
     """Wait on all ranks until rank 0 has written its lines of metrics and checkpoints.
 
-    No rank can then read checkpoints while one is still being written.
+    No rank can then read checkpoints while one is still being written. All ranks must
+    call this.
 
     Args:
         journal: The writer of ``metrics.jsonl`` and of checkpoints, on rank 0.
         state: The state of training, which has the device of this rank.
+
+    Raises:
+        StorageError: A line or a checkpoint could not be written; on rank 0 alone.
     """
     journal.flush()
     distributed.barrier(state.device)
@@ -446,8 +467,9 @@ def _wait_for_writes(journal: Journal, state: TrainState) -> None:
 def _is_checkpoint_due(config: Config, worker: Worker, saved_at: float) -> bool:
     """Return whether the last checkpoint is old enough for another one.
 
-    The limit is ``train.checkpoint_every_minutes``. The clock of rank 0 decides, and
-    all ranks, which must all call this, get the same answer.
+    The limit is ``train.checkpoint_every_minutes``; without it the answer is False. The
+    clock of rank 0 decides, and all ranks, which must all call this, get the same
+    answer.
 
     Args:
         config: The configuration of the run.
@@ -478,7 +500,7 @@ def _finish_epoch_(state: TrainState) -> None:
 
     This happens in place at the end of an epoch. The means are stored in
     ``state.head_losses``, which is not changed if all steps were skipped. The sums in
-    ``state.epoch_losses`` become zero.
+    ``state.epoch_losses`` become zero. All ranks must call this.
     """
     *_, count = sums = distributed.all_reduce_sum_(state.epoch_losses)
     means = torch.where(count > 0, sums[:-1] / count, state.head_losses)
@@ -492,6 +514,7 @@ def _collect_metrics_(
     """Return a line of metrics on the steps since the last line, over all workers.
 
     The sum of losses in ``state.window_loss`` and the times in ``timer`` begin anew.
+    All ranks must call this. The device is synchronized.
 
     Args:
         phase: The phase that is trained.
@@ -502,8 +525,9 @@ def _collect_metrics_(
     Returns:
         Values by name. "loss" is the mean over the steps, NaN if all were skipped.
         "event" is "epoch" at the end of an epoch and "step" otherwise. "grad_norm" is
-        the norm of the gradient of the last step, if it is finite. "lr" is the learning
-        rate, and "skipped_steps" the number of skipped steps so far.
+        the norm of the gradient of the last step; it is left out if it is not finite.
+        "lr" is the learning rate, and "skipped_steps" the number of skipped steps so
+        far.
         :meth:`Phase.describe_position` has the names of the position, and
         :meth:`StepTimer.collect` those of the times.
     """
@@ -558,7 +582,8 @@ class StepTimer:
     def collect(self, images_per_step: int) -> dict[str, float]:
         """Return times and throughput of the steps since the last call, and restart.
 
-        All ranks must call this, because it gathers their times.
+        All ranks must call this, because it gathers their times. At least one step must
+        have been done. This rank's own time is stored in ``rank_ms``.
 
         Args:
             images_per_step: The number of images in a step, over all workers.
@@ -607,7 +632,10 @@ class StepTimer:
         return values
 
     def _waited_s(self) -> float:
-        """Return the seconds that this rank has waited for streamed data so far."""
+        """Return the seconds that this rank has waited for streamed data so far.
+
+        They are 0 if the data is not streamed.
+        """
         return float(getattr(self._batches, "waited_s", 0.0))
 
     def _end_own_work(self, *_: Any) -> None:
@@ -629,8 +657,9 @@ def keep_freed_memory(device: torch.device) -> Iterator[None]:
     activations of a convolutional network are such blocks, and the kernel has to clear
     their pages in every step, which takes up to a third of its time. Inside the block
     all memory comes from the heap, which does not shrink. At the end the free memory
-    goes back to the kernel. This has an effect only if ``device`` is a CPU and the C
-    library is glibc.
+    goes back to the kernel, and the thresholds become the highest that glibc itself
+    would choose. This has an effect only if ``device`` is a CPU and the C library is
+    glibc.
     """
     libc = ctypes.CDLL(None)
     if device.type != "cpu" or not hasattr(libc, "malloc_trim"):  # macOS, musl

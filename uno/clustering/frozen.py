@@ -101,6 +101,10 @@ def discover_clusters(
 ) -> FrozenClusters:
     """Cluster features into known and novel classes, on the CPU, by all four steps.
 
+    They are: whiten the rows within the known classes, average each with its nearest
+    neighbors, cluster by k-means, and merge clusters if the known classes differ in
+    size.
+
     Args:
         labeled: Features (N_l, D) of labeled rows.
         labels: The known classes of these rows, int64 (N_l,), 0 to C_l - 1. Each class
@@ -112,7 +116,9 @@ def discover_clusters(
         seed: Seed of k-means and of random halves.
 
     Returns:
-        The prototypes of all classes, and how far other clusterings agree with them.
+        The map to the whitened coordinates, the prototypes of all classes in them, how
+        far other clusterings agree, and the pairs of novel classes that have many
+        neighbors in each other.
     """
     features = torch.cat([labeled, unlabeled])
     principal = fit_principal_space(features)
@@ -131,6 +137,8 @@ def discover_clusters(
 
 def fit_principal_space(features: Tensor) -> FeatureSpace:
     """Fit the map of features to their leading principal directions.
+
+    At most ``MAX_FITTED_ROWS`` evenly spaced rows are used.
 
     Args:
         features: Features (N, D) of any length.
@@ -240,6 +248,9 @@ class Clustering:
     ) -> Tensor:
         """Cluster the rows by k-means, without merging clusters afterwards.
 
+        In generalized category discovery all rows are clustered, with the labeled rows
+        fixed to their classes; otherwise the unlabeled rows alone.
+
         Args:
             kind: What k-means clusters: ``KMEANS`` ("k-means") the rows, ``SMOOTHED``
                 ("smoothed k-means") the means of rows and their nearest neighbors,
@@ -272,8 +283,10 @@ class Clustering:
     def run(self, seed: int, num_starts: int = NUM_STARTS) -> Tensor:
         """Cluster the rows by the whole pipeline: smoothing, k-means and merging.
 
-        The number of clusters before merging grows with the variation of the known
-        classes' sizes. The factors were chosen on other data sets:
+        The number of novel clusters before merging grows with the variation of the
+        known classes' sizes, up to three times ``num_novel``. It exceeds ``num_novel``
+        only as far as there are ``MIN_ROWS_PER_CLUSTER`` unlabeled rows for each of
+        these clusters. The factors were chosen on other data sets:
         docs/results/clustering.md.
 
         Args:
@@ -293,6 +306,8 @@ class Clustering:
 
     def merged(self, clusters: Tensor, num_merges: int) -> Tensor:
         """Merge the clusters with the most neighbors in each other, pair by pair.
+
+        Two clusters of known classes are never merged, see :func:`merge_clusters`.
 
         Args:
             clusters: The cluster of each row, int64 (N,). There are ``num_merges`` more
@@ -333,6 +348,8 @@ class Clustering:
 
     def subset(self, chosen: Tensor) -> "Clustering":
         """Return the same task for a part of the rows, with neighbors among these.
+
+        The result is this object itself if all rows are chosen.
 
         Args:
             chosen: Indices of the rows to keep, int64 (n,), in ascending order.
@@ -387,7 +404,9 @@ def merge_clusters(
 
     Returns:
         For each of the K clusters the cluster that contains it at the end, int64 (K,).
-        The remaining clusters are numbered from 0 in the same order, without a gap.
+        A merged pair takes the place of the cluster with the lower number. The
+        remaining clusters are numbered from 0 in the same order, without a gap. The
+        arguments are not changed.
     """
     links, sizes = links.clone(), sizes.clone()
     index = torch.arange(len(sizes))

@@ -80,9 +80,11 @@ def cluster_features(
         seed: The seed of k-means.
 
     Returns:
-        The cluster of each unlabeled row, the centers, and the shares of rows in the
-        clusters as class prior. A cluster without unlabeled rows counts as one row in
-        the prior, so that its output can still get rows later.
+        The cluster of each unlabeled row, 0 to K - 1; the mean direction of each
+        cluster's rows; and the shares of unlabeled rows in the clusters as class prior.
+        In the GCD setting the known classes come first, and labeled rows count in the
+        mean directions. A cluster without unlabeled rows counts as one row in the
+        prior, so that its output can still get rows later.
     """
     rest = F.normalize(unlabeled.cpu().float(), dim=1)
     points, labels = (
@@ -175,7 +177,10 @@ def init_prototypes_(
     training rows' features. Known prototypes go to the means of their classes. The
     prototypes of each cluster head go to the means of the projections of the rows in
     each cluster of :func:`cluster_features`, and those of each overclustering head to
-    the same means for a finer k-means of its own. All workers call this.
+    the same means for a finer k-means of its own. The running statistics of the
+    projector's BatchNorm then change, too, and the model is left in training mode.
+    With ``model.prototype_init random`` the model is not changed, and no features are
+    computed if the class prior is uniform. All workers call this.
 
     Args:
         config: The configuration of the run.
@@ -186,9 +191,13 @@ def init_prototypes_(
         keep_known: Whether the known prototypes stay as they are.
 
     Returns:
-        ``extra``, and if the run has a class prior "prior": the expected shares of
-        unlabeled rows in the novel classes (C_u,), or in the GCD setting in all classes
-        (C,).
+        The tensors of ``extra``, and if the run has a class prior "prior": the expected
+        shares of unlabeled rows in the novel classes (C_u,), or in the GCD setting in
+        all classes (C,). A uniform prior is left out in other settings. ``extra``
+        itself is not changed.
+
+    Raises:
+        ConfigError: No labeled or no unlabeled image can be read.
     """
     is_gcd = config.data.setting == "gcd"
     num_known, num_novel = train.num_known, train.num_novel
@@ -203,7 +212,7 @@ def init_prototypes_(
     labeled, labels, unlabeled = training_features(config, model, train)
 
     def compute() -> dict[str, Tensor]:
-        """Cluster the features, and return the clusters by the names of the fields."""
+        """Cluster the features, and return the fields of FeatureClusters by name."""
         setting, seed = config.data.setting, config.seed
         clustering = cluster_features(
             unlabeled, labeled, labels, num_novel, setting, seed
@@ -242,6 +251,9 @@ def _move_prototypes_(
     seed: int,
 ) -> None:
     """Move the prototypes of all heads to means of features, in place.
+
+    The known prototypes become means of features, and those of the cluster and
+    overclustering heads means of projections. The model is left in training mode.
 
     Args:
         model: The model, which is changed, including the running statistics of the
@@ -302,12 +314,13 @@ def training_features(config: Config, model: UnoModel, train: TrainData) -> Samp
 
     Args:
         config: The configuration of the run.
-        model: The model. It is in eval mode meanwhile.
+        model: The model. It is in eval mode meanwhile, and has its former mode
+            afterwards.
         train: The training data.
 
     Returns:
-        Features of about ``MAX_ROWS`` labeled rows, their classes, and features of at
-        most as many unlabeled rows; equal on all workers.
+        Features of at most about ``MAX_ROWS`` labeled rows, their classes, and features
+        of at most ``MAX_ROWS`` unlabeled rows; equal on all workers, on the CPU.
 
     Raises:
         ConfigError: No labeled or no unlabeled image can be read.
@@ -338,8 +351,9 @@ def sample_features(
         kinds: ``("labeled", "unlabeled")``, or ``("labeled",)`` for no unlabeled rows.
 
     Returns:
-        One sample for each model, equal on all workers: features of about ``MAX_ROWS``
-        labeled rows, their classes, and features of at most as many unlabeled rows.
+        One sample for each model, equal on all workers, on the CPU: features of at most
+        about ``MAX_ROWS`` labeled rows, their classes, and features of at most
+        ``MAX_ROWS`` unlabeled rows, (0, D) if ``kinds`` has no "unlabeled".
 
     Raises:
         ConfigError: No image of a kind can be read.
@@ -444,8 +458,8 @@ def set_to_class_means_(prototypes: Tensor, directions: Tensor, group: Tensor) -
         prototypes: Prototypes of classes or clusters, (K, P). A prototype without rows
             is not changed.
         directions: Rows of length one, (N, P).
-        group: The prototype 0 .. K - 1 to whose mean each row belongs, int64 (N,); -1
-            for none.
+        group: The prototype 0 .. K - 1 to whose mean each row belongs, int64 (N,); a
+            negative number for none.
     """
     # (N, K); a row with -1 is in no group.
     member = F.one_hot(group.clamp(min=0), len(prototypes)) * (group >= 0)[:, None]

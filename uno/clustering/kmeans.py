@@ -73,15 +73,17 @@ def constrained_kmeans(
     Args:
         points: (N, D), finite floats, on any device.
         fixed: int64 (N,), on the same device: the cluster in which a row must stay, or
-            ``FREE`` (-1). The given clusters are 0 .. F - 1, and each has a row.
+            ``FREE`` (-1). The given clusters are 0 .. F - 1, and each has a row. F may
+            be 0.
         num_clusters: K, from F to F plus the number of free rows.
         num_restarts: The number of runs. The run with the smallest inertia (the sum of
             squared distances to the centers) is returned.
         seed: The seed of the random numbers by which centers start.
 
     Returns:
-        The cluster of each row, the centers, and the inertia. A cluster is empty only
-        if the free rows have too few distinct values. No center is NaN.
+        The cluster of each row, the centers, and the inertia of all rows. The given
+        clusters come first; free rows can be in any cluster. A cluster is empty only if
+        the free rows have too few distinct values. No center is NaN.
     """
     generator = torch.Generator().manual_seed(seed)
     shape = num_clusters - int(fixed.max()) - 1, num_restarts
@@ -110,10 +112,11 @@ def seeded_kmeans(
             :func:`constrained_kmeans` does the work.
         num_starts: The number of runs. The run with the smallest inertia (the sum of
             squared distances to the centers) is returned.
-        seed: The seed of the starts.
+        seed: The seed of the first start. The next starts have the next numbers.
 
     Returns:
-        The cluster of each row, the centers, and the inertia.
+        The cluster of each row, the centers, and the inertia of all rows. The given
+        clusters come first; free rows can be in any cluster.
     """
     free, num_known = points[fixed == FREE], int(fixed.max()) + 1
     if len(free) < num_clusters:
@@ -133,7 +136,8 @@ def draw_initial_centers(points: Tensor, fixed: Tensor, draws: Tensor) -> Tensor
 
     The first F centers are the means of the clusters that fixed rows belong to. The
     others are free rows. Each is drawn with a probability proportional to its squared
-    distance to the nearest center so far.
+    distance to the nearest center so far. All free rows are equally likely if there is
+    no center yet, or if each lies on a center.
 
     Args:
         points: (N, D).
@@ -233,7 +237,10 @@ def _fill_empty_(
 
 
 def _squared_distances(points: Tensor, centers: Tensor) -> Tensor:
-    """Return the squared distance (N, K) of each point (N, D) to each center (K, D)."""
+    """Return the squared distance (N, K) of each point (N, D) to each center (K, D).
+
+    Distances that rounding makes negative become 0.
+    """
     norms = points.square().sum(dim=1)[:, None] + centers.square().sum(dim=1)
     return (norms - 2 * points @ centers.T).clamp_(min=0)
 
@@ -270,8 +277,8 @@ def principal_components(points: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     Returns:
         Three float64 tensors: the centered points (N, D); the variances (D,) along the
-        principal directions, in falling order; the directions, which are the columns of
-        (D, D).
+        principal directions, in falling order, with the divisor N; and the directions,
+        which are the columns of (D, D), in the same order.
     """
     centered = points.double() - points.double().mean(dim=0)
     variances, directions = torch.linalg.eigh(centered.T @ centered / len(points))
@@ -294,7 +301,8 @@ def whiten(
 
     Returns:
         The coordinates, float32 (N, P), where P is the number of directions that are
-        kept; or one column of zeros if all rows are equal.
+        kept; or one column of zeros if all rows are equal. Directions with less than
+        1e-9 of the largest variance are never kept.
     """
     centered, variances, directions = principal_components(points)
     if float(variances.sum()) <= 1e-12:

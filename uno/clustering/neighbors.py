@@ -124,6 +124,8 @@ def spectral_coordinates(neighbors: Tensor, num_coordinates: int) -> Tensor:
     """Compute the spectral embedding of rows by the graph of their nearest neighbors.
 
     k-means of these coordinates is spectral clustering (Ng, Jordan and Weiss, 2001).
+    The graph is made symmetric. Of many rows the eigenvectors are approximate; the
+    solver's start is the same in every call.
 
     Args:
         neighbors: Indices of the k nearest neighbors of each row, int64 (N, k).

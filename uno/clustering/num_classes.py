@@ -156,7 +156,8 @@ def estimate_num_classes(
             but the number of small clusters, which is at most ``MAX_CLUSTERS``.
 
     Returns:
-        The estimated number, its interval, and the probability of each number.
+        The estimated number (the median), its interval, and the probability of each
+        number from 2.
     """
     signs = find_signs(labeled, labels, unlabeled, gcd, seed)
     if max_novel is not None:
@@ -174,6 +175,8 @@ def pairs_of_one_class(
 ) -> Tensor:
     """Return the pairs of novel classes that may be parts of one class each.
 
+    The number of novel classes is estimated, unless ``result.similar`` is empty.
+
     Args:
         result: The clusters of the same rows.
         labeled: Features (N_l, D) of labeled rows.
@@ -183,8 +186,8 @@ def pairs_of_one_class(
         seed: Seed of :func:`estimate_num_classes`.
 
     Returns:
-        The first rows of ``result.similar``: as many as the result has more novel
-        classes than are estimated.
+        The first rows of ``result.similar``, float64 (n, 3): as many as the result has
+        more novel classes than are estimated; none if it has not more.
     """
     if not len(result.similar):
         return result.similar
@@ -196,7 +199,12 @@ def pairs_of_one_class(
 def find_signs(
     labeled: Tensor, labels: Tensor, unlabeled: Tensor, gcd: bool, seed: int
 ) -> NDArray[np.float64]:
-    """Merge clusters of the unlabeled rows, and find hidden known classes again.
+    """Compute the inputs of the logistic model, for each number of novel classes.
+
+    Small clusters of the unlabeled rows are merged, and known classes whose labels are
+    hidden are found again, for comparison. At most ``MAX_ROWS`` labeled and as many
+    unlabeled rows are used. With ``gcd``, unlabeled rows that probably have known
+    classes are left out.
 
     Args:
         labeled: Features (N_l, D) of labeled rows.
@@ -206,8 +214,8 @@ def find_signs(
         seed: Seed of k-means and of the choice of hidden classes.
 
     Returns:
-        The S = 3 signs (K, S) of :func:`signs_of` for each of the K numbers 2, 3, ...
-        of novel classes.
+        The S = 3 numbers (K, S) that :func:`signs_of` computes for each of the K
+        numbers 2, 3, ... of novel classes.
     """
     class_sizes = labels.bincount()
     share = min(1.0, MAX_ROWS / len(unlabeled))
@@ -250,21 +258,25 @@ def signs_of(
     reference: float,
     hidden: Sequence[tuple[NDArray[np.float64], NDArray[np.float64]]],
 ) -> NDArray[np.float64]:
-    """Compute the signs of each number of novel classes.
+    """Compute three signs whether there are K novel classes, for each number K.
+
+    They are the inputs of the logistic model of "there are no more classes".
 
     Args:
         heights: Logarithms of the mixing at which 2, 3, ... novel clusters become one
             less, (K - 1,).
         reference: Logarithm of the mixing between that of parts of one hidden class and
             that of different classes.
-        hidden: For each fold the logarithms of the mixing of its merges (m,), and the
-            mean F1 of the hidden classes before and after each merge (m + 1,).
+        hidden: For each set of hidden classes the logarithms of the mixing of the
+            merges (m,), and the mean F1 of these classes before the first and after
+            each merge (m + 1,).
 
     Returns:
         Signs (max(1, K - 1), 3) of the numbers 2 to K: how far the logarithm of the
         mixing of the merge that leaves the number of classes is above the reference;
         the same of the next merge, which leaves one class less; and the mean F1 of
-        hidden classes at mixings between the two, minus its largest value.
+        hidden classes at mixings between the two, minus its largest value, which is 0
+        without hidden classes. Without any merge there is one row, of the number 2.
     """
     last = heights if len(heights) else np.log([FLOOR])
     following = np.append(last[1:], max(last))
@@ -315,6 +327,10 @@ def small_clusters(
 ) -> tuple[Clustering, Tensor]:
     """Divide the unlabeled rows into more clusters than there are classes.
 
+    There is one cluster for ``MIN_ROWS_PER_CLUSTER`` unlabeled rows, but at least 6, at
+    most ``MAX_CLUSTERS``, and never more than one for two rows. The clusters are those
+    of smoothed k-means of rows that are whitened within the known classes.
+
     Args:
         rows: Rows (N, P), not yet whitened.
         labels: Their classes int64 (N,), or FREE.
@@ -322,7 +338,8 @@ def small_clusters(
 
     Returns:
         The whitened rows, with as many novel classes as there are clusters, and the
-        cluster int64 (N,) of each row.
+        cluster int64 (N,) of each row: its class for a labeled row, and numbers after
+        the known classes for unlabeled rows.
     """
     is_known = labels != FREE
     white = rows @ fit_whitening(rows[is_known], labels[is_known])
@@ -345,6 +362,11 @@ def merge_all(
         clustering: The rows, of which only unlabeled ones take part.
         clusters: Their clusters int64 (N,), known ones first.
         min_rows: Rows from which on a cluster can be a class.
+
+    Yields:
+        Each merge, with the mixing of the two clusters and the number of rows of the
+        smaller one. The merged cluster keeps the lower of the two numbers, and the
+        other number is not used again.
     """
     links, sizes = clustering.links_and_sizes(clusters, clustering.num_classes)
     links, sizes = links.clone(), sizes.clone()
@@ -370,12 +392,16 @@ def merge_all(
 def hidden_classes(num_known: int, seed: int) -> list[list[int]]:
     """Draw sets of known classes to hide.
 
-    A set has half of the known classes, but at most ``MAX_HIDDEN``, and one of two or
-    three. There are ``NUM_FOLDS`` sets without a common class.
+    A set has half of the known classes, rounded down, but at most ``MAX_HIDDEN``. The
+    ``NUM_FOLDS`` sets have no common class.
 
     Args:
         num_known: Number of known classes.
         seed: Seed of the draw.
+
+    Returns:
+        The sets, as class numbers from 0; no set if fewer than ``MIN_KNOWN`` classes
+        are known.
     """
     if num_known < MIN_KNOWN:
         return []
@@ -422,9 +448,11 @@ def find_hidden(
         min_rows: The smallest number of rows with which a cluster can be a class.
 
     Returns:
-        How much the halves of a hidden class mix, how much two hidden classes mix that
-        are merged, the mixing of every merge, and the mean F1 of the hidden classes
-        after every merge.
+        How much the halves of a hidden class mix; the mixing at which a cluster that
+        was mostly of a hidden class last merged with one that was not; the logarithm of
+        the mixing of every merge, in which a merge of a cluster below ``min_rows``
+        counts as ``CEILING``; and the mean F1 of the hidden classes before the first
+        and after every merge.
     """
     is_hidden = torch.isin(labels, torch.tensor(classes))
     others = labels.masked_fill(is_hidden, FREE)
@@ -484,7 +512,7 @@ def shortest_interval(
 
 @cache
 def calibration() -> dict[str, Any]:
-    """Read the stored calibration.
+    """Read the stored calibration of the estimate, once in a process.
 
     Returns:
         ``source``: the command that wrote it; ``sets`` and ``num_tasks``: its data;
@@ -524,6 +552,8 @@ def _log_mixing(values: Sequence[float]) -> NDArray[np.float64]:
 def _mean_f1(table: NDArray[np.int64], total: NDArray[np.int64]) -> float:
     """Return the mean F1 (0 to 1) of classes under the best matching with clusters.
 
+    The matching is one to one.
+
     Args:
         table: Number of rows of each class in each cluster, (C, K).
         total: Number of all rows of each cluster, (K,).
@@ -533,7 +563,7 @@ def _mean_f1(table: NDArray[np.int64], total: NDArray[np.int64]) -> float:
 
 
 def _halves_mixing(clustering: Clustering, members: Tensor, seed: int) -> float | None:
-    """Divide a class in two by k-means, and return the mixing of the halves.
+    """Divide a class in two by k-means of smoothed rows; return the halves' mixing.
 
     Args:
         clustering: The rows, with the neighbors of those that take part.
@@ -541,7 +571,8 @@ def _halves_mixing(clustering: Clustering, members: Tensor, seed: int) -> float 
         seed: Seed of k-means.
 
     Returns:
-        The mixing; None if one half has fewer than three rows.
+        The mixing; None if the class has fewer than six rows that take part, or a half
+        has fewer than three.
     """
     taking_part = members[clustering.clustered]
     rows = smooth_rows(clustering.points[clustering.clustered], clustering.neighbors)

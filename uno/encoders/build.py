@@ -59,7 +59,11 @@ class SmallResNet(nn.Module):
         _init_convolutions(self)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Compute features (B, D) of images (B, 3, S, S), D = w * 2^(stages - 1)."""
+        """Compute features (B, D) of images (B, 3, S, S), D = w * 2^(stages - 1).
+
+        w is the number of channels of the first stage. The last maps are averaged over
+        all positions.
+        """
         x = torch.relu(self.bn1(self.conv1(images)))
         for i in range(self.num_stages):
             x = getattr(self, f"layer{i + 1}")(x)
@@ -84,6 +88,9 @@ def _small_stem(width: int, stem: str) -> nn.Conv2d:
 
 def _stage(inputs: int, outputs: int, blocks: int, stride: int) -> nn.Sequential:
     """Build a stage of residual blocks (He et al. 2016).
+
+    The shortcut of the first block is a 1x1 convolution with batch normalization if the
+    stride or the number of channels changes. All other shortcuts are the identity.
 
     Args:
         inputs: The number of channels of the input.
@@ -113,9 +120,9 @@ def _stage(inputs: int, outputs: int, blocks: int, stride: int) -> nn.Sequential
 
 
 def _init_convolutions(module: nn.Module) -> None:
-    """Initialize all convolutions with Kaiming normal values, fan-out.
+    """Initialize all convolutions of a module with Kaiming normal values, in place.
 
-    This is the authors' choice for the stems for small images.
+    The mode is fan-out. This is the authors' choice for the stems for small images.
     """
     for layer in module.modules():
         if isinstance(layer, nn.Conv2d):
@@ -150,6 +157,9 @@ class Vectors(nn.Module):
 def build_encoder(config: ModelConfig) -> nn.Module:
     """Build the encoder that a configuration names, with fresh weights.
 
+    The weights are drawn from PyTorch's global generator. Files of weights that the
+    configuration names are not loaded, but a callable of the user may load some.
+
     Args:
         config: The section ``model`` of the configuration.
 
@@ -158,8 +168,10 @@ def build_encoder(config: ModelConfig) -> nn.Module:
         vectors (B, D) -> (B, D).
 
     Raises:
-        ConfigError: The encoder does not exist, its package is missing, or a callable
-            of the user returns something else than an encoder.
+        ConfigError: The encoder does not exist, its package is missing, a description
+            that it needs cannot be downloaded, a model of torchvision does not end in a
+            linear classifier, or a callable of the user returns something else than an
+            encoder.
     """
     if config.encoder == "resnet_small":
         return SmallResNet(
@@ -184,6 +196,9 @@ def build_encoder(config: ModelConfig) -> nn.Module:
 def _library_encoder(name: str) -> nn.Module:
     """Build an encoder of timm, of torchvision, or of the user's own function.
 
+    A forward hook turns outputs into vectors, see :func:`_pool_output`. An encoder of
+    the user is run once on a black image to learn D; its training mode stays.
+
     Args:
         name: ``timm:NAME``, ``torchvision:NAME`` or ``package.module:NAME``.
 
@@ -192,8 +207,9 @@ def _library_encoder(name: str) -> nn.Module:
         random weights, unless the user's function loads some.
 
     Raises:
-        ConfigError: The encoder does not exist, its package is missing, or the user's
-            function returns something else than an encoder.
+        ConfigError: The encoder does not exist, its package is missing, a model of
+            torchvision does not end in a linear classifier, or the user's function
+            returns something else than an encoder.
     """
     library, _, model_name = name.partition(":")
     encoder: Any
@@ -214,6 +230,8 @@ def _library_encoder(name: str) -> nn.Module:
 
 def run_on_black_image(name: str, encoder: nn.Module, side: int) -> Tensor:
     """Return the features of a black image, to see that an encoder accepts its size.
+
+    No gradient is computed.
 
     Args:
         name: The name of the encoder, for the error.
@@ -255,7 +273,7 @@ def _from_timm(model_name: str) -> nn.Module:
 
     Raises:
         ConfigError: timm has no such encoder or is not installed, or ``config.json``
-            cannot be downloaded.
+            cannot be downloaded or does not describe an encoder of timm.
     """
     check_name("timm", model_name)
     import timm
@@ -323,6 +341,9 @@ def _from_torchvision(model_name: str) -> nn.Module:
     Args:
         model_name: The name after ``torchvision:``.
 
+    Returns:
+        The encoder, with its number of outputs D as ``num_features``.
+
     Raises:
         ConfigError: There is no such encoder, or it does not end in a linear
             classifier.
@@ -349,8 +370,8 @@ def classifier_of(encoder: nn.Module) -> str:
         encoder: The model.
 
     Returns:
-        The dotted name of the submodule, such as "fc"; "" if the model's last linear
-        layer is not a classifier by its name.
+        The dotted name of the model's last linear layer, such as "fc", if it is "fc" or
+        begins with "head" or "classifier"; otherwise, or without a linear layer, "".
     """
     last = [
         name for name, layer in encoder.named_modules() if isinstance(layer, nn.Linear)
@@ -364,10 +385,13 @@ def check_name(library: str, model_name: str) -> None:
     Args:
         library: ``timm`` or ``torchvision``.
         model_name: The library's name of the encoder. For timm it may have the name of
-            weights after a dot.
+            weights after a dot, or be a repository ``hf-hub:ORG/NAME``, whose
+            ``config.json`` is downloaded if the local cache lacks it.
 
     Raises:
-        ConfigError: timm is not installed, or the library has no encoder of that name.
+        ConfigError: timm is not installed; the library has no encoder of that name, or
+            no weights of that name; or the repository cannot be reached or does not
+            describe an encoder of timm.
     """
     if library == "timm":
         if find_spec("timm") is None:
@@ -396,7 +420,9 @@ def check_name(library: str, model_name: str) -> None:
 def require_encoder(name: str, foreign: str | None = None) -> None:
     """Check that the encoder that ``model.encoder`` names can be found.
 
-    The encoder is not built, but a callable of the user is imported.
+    The encoder is not built, but a callable of the user is imported. With ``foreign`` a
+    warning that names this callable is logged first. Names of this project's encoders
+    and of vectors are not checked.
 
     Args:
         name: The name of the encoder.
@@ -405,8 +431,8 @@ def require_encoder(name: str, foreign: str | None = None) -> None:
             run code of its own. None if the origin is known.
 
     Raises:
-        ConfigError: The package is missing, no encoder has that name, or its code lies
-            in ``foreign``.
+        ConfigError: The package is missing, no encoder has that name, the user's
+            callable cannot be imported or called, or its code lies in ``foreign``.
     """
     library, _, model_name = name.partition(":")
     if library in ("torchvision", "timm"):
@@ -418,13 +444,17 @@ def require_encoder(name: str, foreign: str | None = None) -> None:
 
 
 def is_own_code(name: str) -> bool:
-    """Return whether ``model.encoder`` names a function of the user's own."""
+    """Return whether ``model.encoder`` names a function of the user's own.
+
+    It does if the name is not one of :data:`uno.config.OWN_ENCODERS` and does not begin
+    with ``torchvision:``, ``timm:`` or ``vectors:``. Nothing is imported.
+    """
     library = name.partition(":")[0]
     return name not in OWN_ENCODERS and library not in ("torchvision", "timm", VECTORS)
 
 
 def _import_callable(name: str) -> Callable[[], Any]:
-    """Import the user's function that builds an encoder.
+    """Import the user's function that builds an encoder, without calling it.
 
     Args:
         name: ``package.module:NAME``.
@@ -448,8 +478,9 @@ def _from_callable(name: str) -> nn.Module:
         name: ``package.module:NAME`` of a function without arguments.
 
     Raises:
-        ConfigError: The function cannot be imported or called without arguments, or
-            does not return a module.
+        ConfigError: The function cannot be imported, raises a TypeError, which an
+            argument that is missing also does, or does not return a module. Its other
+            errors are raised as they are.
     """
     build = _import_callable(name)
     with working_directory():
@@ -478,8 +509,12 @@ def code_of(name: str, encoder: nn.Module | None = None) -> dict[str, dict[str, 
     Returns:
         Two mappings: ``code`` gives the SHA-256 of the file of each module that defines
         the encoder or one of its layers, except for modules of torch; ``packages``
-        gives the version of each package, or "" if it is not known. The result is {}
-        for any encoder that is not a callable of the user.
+        gives the version of each of their packages, torch included, or "" if it is not
+        known. A file that cannot be read is left out. The result is {} for any encoder
+        that is not a callable of the user.
+
+    Raises:
+        ConfigError: ``encoder`` is None, and the encoder cannot be built.
     """
     if not is_own_code(name):
         return {}
@@ -560,8 +595,9 @@ def _pool_output(module: nn.Module, inputs: Any, output: Any) -> Tensor:
 def image_side(encoder: nn.Module) -> int:
     """Return the side in pixels of the images for which an encoder was made.
 
-    The encoder says so by ``image_size``, ``patch_embed.img_size`` or
-    ``pretrained_cfg``. The result is 224 if it does not.
+    The encoder says so by ``image_size``, ``patch_embed.img_size`` or the key
+    ``input_size`` of ``pretrained_cfg``; the first of these counts. Of several numbers
+    the last is taken. The result is 224 if the encoder does not say it.
     """
     patches = getattr(getattr(encoder, "patch_embed", None), "img_size", None)
     described = (getattr(encoder, "pretrained_cfg", None) or {}).get("input_size")
@@ -582,8 +618,9 @@ def frozen_parts(
             ``last_stage`` all that comes before the last stage or block.
 
     Returns:
-        The names of frozen submodules ("" means the whole encoder), and frozen
-        parameters that are in none of these modules, such as a class token.
+        The dotted names of frozen submodules ("" means the whole encoder), and frozen
+        parameters that are in none of these modules, such as a class token. Nothing is
+        changed here.
 
     Raises:
         ConfigError: ``last_stage``, and the encoder has no stages or blocks.
@@ -615,6 +652,11 @@ STAGES = ("blocks", "stages", "layers", "features", "trunk_output", "encoder")
 
 def _last_stage(module: nn.Module) -> list[str]:
     """Find the last stage or block of a module.
+
+    It is the last child with a name such as "layer4", "stage3" or "s4". Otherwise it is
+    the last entry that holds blocks in a child named in :data:`STAGES`, or the last
+    stage inside that child. A module with a single child that has parameters is taken
+    for a wrapper, and the child is searched.
 
     Returns:
         The names of the nested children that lead to it, from the outside; [] if the

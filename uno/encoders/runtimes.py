@@ -104,8 +104,9 @@ class Runtime(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Compute the features of images, without gradients.
 
-        The program is built at the first call, for the size S of its images. Images of
-        another size are computed by PyTorch.
+        The program is built at the first call, for the size S of its images, and its
+        features are compared with those of PyTorch once. Images of another size are
+        computed by PyTorch. Several threads may call this.
 
         Args:
             images: Normalized images float32 (B, 3, S, S).
@@ -115,7 +116,7 @@ class Runtime(nn.Module):
 
         Raises:
             ConfigError: OpenVINO cannot compute the encoder, or gives other features
-                than PyTorch.
+                than PyTorch. Both show when the program is built.
         """
         with self._lock:
             if self._program is None:
@@ -126,6 +127,9 @@ class Runtime(nn.Module):
 
     def _build(self, images: Tensor) -> Program:
         """Build the program, and compare its features with those of PyTorch.
+
+        The features of ``COMPARED_IMAGES`` images are compared with those of PyTorch in
+        float32. If there are fewer images, they are repeated.
 
         Args:
             images: The first images, float32 (B, 3, S, S).
@@ -160,9 +164,9 @@ class Runtime(nn.Module):
         return program
 
     def _run(self, program: Program, images: Tensor) -> Tensor:
-        """Compute the features of all images in batches of one size, by a thread pool.
+        """Compute features in batches of ``BATCH_SIZE`` images, by a thread pool.
 
-        The last batch is filled up with black images, and their features are dropped.
+        The last batch is filled up with zeros, and their features are dropped.
 
         Args:
             program: Computes the features of a batch.
@@ -237,6 +241,7 @@ def compile_encoder(
     of_thread = threading.local()
 
     def program(images: Tensor) -> Tensor:
+        """Return the features of a batch, by one inference request for each thread."""
         if not hasattr(of_thread, "request"):
             of_thread.request = compiled.create_infer_request()
         return torch.from_numpy(of_thread.request.infer([images.numpy()])[0].copy())

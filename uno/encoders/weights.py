@@ -75,8 +75,9 @@ class Description(NamedTuple):
 
         Returns:
             Values by dotted key: ``augment.large.size`` and ``data.stored_size`` (sides
-            in pixels), ``data.mean``, ``data.std`` (tuples) and ``data.interpolation``
-            ("bilinear" or "bicubic"). Unknown values are left out.
+            in pixels; the second is the first divided by ``crop_share``, at most 1024),
+            ``data.mean``, ``data.std`` (tuples) and ``data.interpolation`` ("bicubic",
+            or "bilinear" for any other). Unknown values are left out.
         """
         size = size or self.size
         store = size and min(int(size / self.crop_share + 1e-6), 1024)
@@ -96,7 +97,9 @@ class Description(NamedTuple):
 def describe_encoder(name: str) -> Description:
     """Return what is known of the encoder that ``model.encoder`` names.
 
-    The user's own callable is imported and builds its encoder, once in a process.
+    The user's own callable is imported and builds its encoder, once in a process. For a
+    repository ``timm:hf-hub:ORG/NAME`` the ``config.json`` is downloaded if the local
+    cache lacks it. Weights are not downloaded.
 
     Args:
         name: The name, such as "resnet18", "torchvision:NAME", "timm:NAME",
@@ -106,7 +109,8 @@ def describe_encoder(name: str) -> Description:
         The description, without any value for the small ResNet and for vectors.
 
     Raises:
-        ConfigError: There is no such encoder, or it cannot be built.
+        ConfigError: There is no such encoder, its package is missing, its description
+            cannot be downloaded, or the user's callable cannot build it.
     """
     library, _, model_name = name.partition(":")
     if name == "resnet_small" or library == VECTORS:
@@ -167,7 +171,7 @@ def _describe_cfg(cfg: Mapping[str, Any]) -> Description:
 
     Args:
         cfg: The values of timm's ``pretrained_cfg``. It must have ``input_size``,
-            ``mean`` and ``std``.
+            ``mean`` and ``std``. Without ``crop_pct`` the ``crop_share`` is 1.
     """
     side, tag = int(cfg["input_size"][-1]), str(cfg.get("tag") or "")
     return Description(
@@ -186,7 +190,11 @@ def _describe_callable(name: str) -> Description:
     """Build an encoder of the user's own, and read its description from its attributes.
 
     These are timm's ``pretrained_cfg``, or else ``image_size``, ``mean``, ``std`` and
-    ``interpolation``, each of which may be missing.
+    ``interpolation``, each of which may be missing. The result is kept for later calls.
+    PyTorch's random state is not changed.
+
+    Raises:
+        ConfigError: The callable cannot be imported, or does not build an encoder.
     """
     with torch.random.fork_rng(devices=[]):
         encoder: Any = build_encoder(ModelConfig(encoder=name))
@@ -206,6 +214,9 @@ def _describe_callable(name: str) -> Description:
 
 def check_encoder(config: Config, tensors: Mapping[str, Tensor] | None = None) -> None:
     """Build the encoder of a run, and run it on an image of each size of its views.
+
+    The sizes are those of the large and small views and of the evaluation view. The
+    encoder is dropped afterwards.
 
     Args:
         config: The configuration of the run.
@@ -265,15 +276,17 @@ def read_weights(source: str, storage: Storage | None = None) -> dict[str, Tenso
 def _parse_weights(data: bytes, source: str) -> dict[str, Tensor]:
     """Read tensors by name from the content of a safetensors or PyTorch file.
 
-    The tensors of a PyTorch checkpoint may be nested under ``state_dict`` or ``model``.
+    The tensors of a PyTorch checkpoint may be nested under ``state_dict`` or ``model``,
+    also repeatedly. Its values that are not tensors are left out.
 
     Args:
         data: The content of the file.
-        source: The path, whose suffix tells the format.
+        source: The path. It is a safetensors file if it ends in ".safetensors", and a
+            PyTorch file otherwise.
 
     Raises:
-        StorageError: The content is damaged, holds no tensors by name, or is a pickle
-            of more than tensors.
+        StorageError: The content is damaged; or it is a PyTorch file that holds no
+            tensors by name, or whose loading would run code.
     """
     if split(source)[1].endswith(".safetensors"):
         try:
@@ -329,10 +342,12 @@ CLASSIFIERS = ("fc.", "head.", "heads.", "classifier.", "head_dist.")
 def load_encoder_(
     encoder: nn.Module, tensors: Mapping[str, Tensor], source: str
 ) -> None:
-    """Load weights into an encoder.
+    """Load weights into an encoder, in place.
 
-    Common prefixes of the keys, such as ``module.``, are removed, and the weights of a
-    classifier are ignored.
+    Of the common prefixes of keys in :data:`PREFIXES`, such as ``module.``, the one
+    under which most keys fit is removed, and keys without it are ignored. The weights
+    of a classifier are ignored, too. Only the counters ``num_batches_tracked`` may be
+    missing.
 
     Args:
         encoder: The encoder, which is changed.
@@ -380,8 +395,8 @@ def load_encoder_(
 def fetch_pretrained(name: str) -> bytes:
     """Return the weights that a library has for an encoder, as a safetensors file.
 
-    They come from the library's cache or the internet. Only the process that starts a
-    run calls this.
+    They come from the library's cache, or are downloaded into it. Only the process that
+    starts a run calls this.
 
     Args:
         name: The name of the encoder.
@@ -390,8 +405,8 @@ def fetch_pretrained(name: str) -> bytes:
         The content of the file. It has no tensors if rows are vectors.
 
     Raises:
-        ConfigError: No library has weights for the encoder, or they cannot be
-            downloaded.
+        ConfigError: There is no such encoder, no library has weights for it, or they
+            cannot be downloaded.
     """
     library, _, model_name = name.partition(":")
     if library == VECTORS:
@@ -407,7 +422,7 @@ def fetch_pretrained(name: str) -> bytes:
 
 
 def _fetch_torchvision(name: str) -> dict[str, Tensor]:
-    """Return the default weights of an encoder of torchvision, by name.
+    """Return the default weights of a torchvision model, classifier included, by name.
 
     They are read from torchvision's cache, or downloaded into it.
 
@@ -435,7 +450,7 @@ def _fetch_torchvision(name: str) -> dict[str, Tensor]:
 
 
 def _fetch_timm(model_name: str) -> dict[str, Tensor]:
-    """Return the pretrained weights of an encoder of timm, by name.
+    """Return the pretrained weights of an encoder of timm by name, without classifier.
 
     They are read from the cache of the Hugging Face Hub, or downloaded into it.
 
@@ -443,7 +458,8 @@ def _fetch_timm(model_name: str) -> dict[str, Tensor]:
         model_name: The name after ``timm:``.
 
     Raises:
-        ConfigError: There is no such encoder, or its weights cannot be downloaded.
+        ConfigError: timm is not installed, has no such encoder or no weights for it, or
+            the weights cannot be downloaded.
     """
     check_name("timm", model_name)
     import timm
