@@ -6,6 +6,7 @@ import os
 import platform
 import shutil
 import socket
+import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -117,7 +118,7 @@ def _check_space() -> Iterator[Finding]:
     """Check the size of shared memory, and the free space on the disks of a run.
 
     The disks are those of the working directory and of Ray's temporary files
-    (``RAY_TMPDIR``, by default ``/tmp``).
+    (``RAY_TMPDIR``, by default the system's folder for temporary files).
 
     Yields:
         A finding for shared memory (``/dev/shm``), if there is any: a warning below 1
@@ -131,7 +132,8 @@ def _check_space() -> Iterator[Finding]:
             "warning", text, f"Ray's object store falls back to disk; {remedy}"
         )
         yield low if total < LOW_SHM_BYTES else Finding("ok", text)
-    for folder in (os.getcwd(), os.environ.get("RAY_TMPDIR", "/tmp")):
+    rays_folder = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    for folder in (os.getcwd(), rays_folder):
         try:
             free = shutil.disk_usage(folder).free
             text = f"{free / GIB:.0f} GiB free at {folder}"

@@ -12,6 +12,7 @@ from ray.exceptions import RayActorError
 from ray.train import UserCallback
 
 from uno.data.files import Storage, is_transient
+from uno.distributed import is_lost_rank
 from uno.errors import Interrupted, UnoError
 from uno.runs import PHASES
 from uno.runs.checkpoint import checkpoint_steps
@@ -73,7 +74,7 @@ class EndWhenHopeless(UserCallback):
             return
         own = [error for error in raised if isinstance(error, UnoError)]
         # A dead rank makes the others fail, too.
-        others = [error for error in raised if not is_lost_connection(error)]
+        others = [error for error in raised if not is_lost_rank(error)]
         is_loss = not own and bool(lost or not others)
         error = [*own, *lost, *others, *raised][0]
         if isinstance(error, UnoError) and not is_transient(error):
@@ -101,14 +102,6 @@ def is_of_ray(error: Exception) -> bool:
     Otherwise the code of the worker has raised it.
     """
     return type(error).__module__.partition(".")[0] == "ray"
-
-
-def is_lost_connection(error: Exception) -> bool:
-    """Return whether an error says that a rank's connection to another rank broke.
-
-    These are RuntimeErrors of PyTorch with the word "connection" in their text.
-    """
-    return isinstance(error, RuntimeError) and "connection" in str(error).lower()
 
 
 def was_preempted(error: Exception) -> bool:

@@ -192,11 +192,8 @@ def read_trials(storage: Storage) -> list[Trial]:
     Args:
         storage: The directory of the sweep.
     """
-    found = (
-        read_trial(storage, int(name))
-        for name in storage.list("trials")
-        if name.isdigit()
-    )
+    numbers = sorted(int(name) for name in storage.list("trials") if name.isdigit())
+    found = (read_trial(storage, number) for number in numbers)
     return [trial for trial in found if trial is not None]
 
 

@@ -142,9 +142,6 @@ class Domain:
         the domain's scale. A number outside has the position of the nearest end. A
         number that is none of the choices lies between its neighbors, if all choices
         are numbers. Any other value has 0.
-
-        Raises:
-            ValueError: The scale is ``log``, and the number is not above 0.
         """
         value, ends = frozen(value), self.ends
         if value in ends:
@@ -152,9 +149,13 @@ class Domain:
         if not all(isinstance(number, int | float) for number in (value, *ends)):
             return 0.0
         scale = math.log if self.scale == "log" else float
+        value = min(max(value, min(ends)), max(ends))
+        places = sorted(zip(ends, np.linspace(0, 1, len(ends)), strict=True))
         return float(
             np.interp(
-                scale(value), [scale(end) for end in ends], np.linspace(0, 1, len(ends))
+                scale(value),
+                [scale(end) for end, _ in places],
+                [place for _, place in places],
             )
         )
 

@@ -94,7 +94,7 @@ def join_group(
         ) from None
 
 
-def is_lost_rank(error: RuntimeError) -> bool:
+def is_lost_rank(error: Exception) -> bool:
     """Tell whether an error says that another rank is gone or late.
 
     Gloo raises plain RuntimeErrors, and NCCL raises ``DistBackendError``, for lost

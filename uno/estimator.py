@@ -564,12 +564,13 @@ def split_labels(y: ArrayLike) -> tuple[NDArray[Any], NDArray[np.bool_]]:
 def is_unlabeled(label: Any) -> bool:
     """Return whether a label of an array of objects or strings means "unlabeled".
 
-    It does if it is None, NaN, or as a text ``"-1"``, ``"<NA>"`` (pandas), empty or
-    blank. White space at the ends of the text does not count.
+    It does if it is None, NaN, the number -1, or as a text ``"-1"``, ``"<NA>"``
+    (pandas), empty or blank. White space at the ends of the text does not count.
     """
     if label is None or str(label).strip() in ("", "-1", "<NA>"):
         return True
-    return isinstance(label, Real) and label != label  # NaN is unequal to itself
+    # NaN is unequal to itself
+    return isinstance(label, Real) and (label == UNLABELED or label != label)
 
 
 def name_novel_classes(known: NDArray[Any], num_novel: int) -> NDArray[Any]:
@@ -581,12 +582,16 @@ def name_novel_classes(known: NDArray[Any], num_novel: int) -> NDArray[Any]:
 
     Returns:
         The names (C_u,). If the known classes are numbers: the integers that follow the
-        largest one, in the type of ``known``. Otherwise, also for booleans, the strings
+        largest one, in the type of ``known``, or a wider one if they do not fit. Otherwise, also for booleans, the strings
         ``"novel-1"``, ``"novel-2"``, ... of which names of known classes are left out.
     """
     if known.dtype.kind in "iuf":
         first = int(np.floor(known[-1])) + 1
-        return np.arange(first, first + num_novel).astype(known.dtype)
+        names = np.arange(first, first + num_novel)
+        if known.dtype.kind == "f":
+            return names.astype(known.dtype)
+        largest = np.min_scalar_type(first + num_novel)  # int8 ends at 127
+        return names.astype(np.promote_types(known.dtype, largest))
     taken = {str(name) for name in known}
     names = (f"novel-{number}" for number in itertools.count(1))
     free = (name for name in names if name not in taken)

@@ -115,6 +115,8 @@ def test_keywords_win_over_files(tmp_path):
             "'objective.epsilonn'; did you mean 'objective.epsilon'?",
         ),
         ({"objective": 3}, "did you mean 'objective.temperature'"),
+        ({"method": "unno"}, "method must be one of uno, rs"),
+        ({"config": {"method": "unno"}}, "method must be one of uno, rs"),
         ({"dry_run": True}, "unknown setting 'dry_run'"),
         ({"objective.epsilon": -1}, "objective.epsilon: Input should be greater than"),
         (

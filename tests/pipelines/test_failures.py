@@ -21,7 +21,9 @@ def death(raised=None, lost=None):
     """What Ray Train tells of a group in which one rank raised an error or was lost,
     and another rank lost its connection.
     """
-    peer = RuntimeError("Connection closed by peer")
+    peer = RuntimeError(
+        "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:4711"
+    )
     return _status({0: peer, 1: raised if lost is None else lost}).errors
 
 
@@ -69,9 +71,10 @@ def rules():
     [
         (lost(), Interrupted, "keep dying .*node has died.; they may be out of memory"),
         (death(ValueError("a bug")), ValueError, "a bug"),
+        (death(RuntimeError("no connection to a server")), RuntimeError, "a server"),
         (death(StorageError("AWS Error SLOW_DOWN")), StorageError, "SLOW_DOWN"),
     ],
-    ids=["lost", "bug", "slow"],
+    ids=["lost", "bug", "own connection", "slow"],
 )
 def test_a_dead_group_is_replaced_but_three_without_a_checkpoint_are_the_end(
     rules, errors, kind, says

@@ -113,6 +113,21 @@ def test_every_kind_of_missing_number_is_unlabeled(blobs, missing):
     assert model.classes_.tolist() == [0, 1, 2, 3, 4, 5]
 
 
+def test_minus_one_among_other_objects_is_unlabeled(blobs):
+    features, classes = blobs
+    labels = np.array([c if c < 3 else -1.0 for c in classes], object)
+    labels[labels == 2] = None
+    model = NovelClassDiscovery(4).fit(features, labels)
+    assert model.classes_.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_novel_classes_after_the_largest_number_of_a_type_fit(blobs):
+    features, classes = blobs
+    labels = np.where(classes < 3, classes + 124, -1).astype(np.int8)
+    model = NovelClassDiscovery(3).fit(features, labels)
+    assert model.classes_.tolist() == [124, 125, 126, 127, 128, 129]
+
+
 def test_names_of_novel_classes_avoid_names_of_known_ones(blobs):
     features, classes = blobs
     labels = strings_with(None, classes)

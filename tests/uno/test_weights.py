@@ -12,6 +12,7 @@ import safetensors.torch
 import torch
 from PIL import Image
 
+from tests.uno import toy_encoders
 from tests.uno.small_run import small_config
 from tests.uno.test_encoder import TOYS, encoder_of
 from uno.augment import eval_view
@@ -260,6 +261,14 @@ def hub_cache(tmp_path, monkeypatch):
     (repository / "refs" / "main").write_text("1a2b")
     (repository / "snapshots" / "1a2b").mkdir(parents=True)
     return repository / "snapshots" / "1a2b"
+
+
+def test_an_own_encoder_may_describe_itself_in_part(monkeypatch):
+    monkeypatch.setattr(
+        toy_encoders.Tokens, "pretrained_cfg", {"mean": (0.3, 0.4, 0.5)}, raising=False
+    )
+    found = describe_encoder("tests.uno.toy_encoders:class_token")
+    assert (found.size, found.mean, found.std) == (None, (0.3, 0.4, 0.5), None)
 
 
 def test_a_repository_of_the_hub_gives_an_encoder_and_its_weights(hub_cache):

@@ -170,16 +170,17 @@ def _describe_cfg(cfg: Mapping[str, Any]) -> Description:
     """Turn timm's description of an encoder and its weights into a Description.
 
     Args:
-        cfg: The values of timm's ``pretrained_cfg``. It must have ``input_size``,
-            ``mean`` and ``std``. Without ``crop_pct`` the ``crop_share`` is 1.
+        cfg: The values of timm's ``pretrained_cfg``. Those of an encoder of the user's
+            own may be incomplete. Without ``crop_pct`` the ``crop_share`` is 1.
     """
-    side, tag = int(cfg["input_size"][-1]), str(cfg.get("tag") or "")
+    size, mean, std = (cfg.get(key) for key in ("input_size", "mean", "std"))
+    tag, interpolation = str(cfg.get("tag") or ""), cfg.get("interpolation")
     return Description(
-        side,
+        None if size is None else int(size[-1]),
         float(cfg.get("crop_pct") or 1),
-        tuple(cfg["mean"]),
-        tuple(cfg["std"]),
-        str(cfg.get("interpolation")),
+        None if mean is None else tuple(mean),
+        None if std is None else tuple(std),
+        None if interpolation is None else str(interpolation),
         f"timm {tag}" if tag else "",
         str(cfg.get("license") or ""),
     )
