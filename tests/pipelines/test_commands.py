@@ -257,6 +257,12 @@ def test_evaluate_works_here_and_stops_at_once(finished, tmp_path, capsys, monke
         "checkpoint" not in said.out + said.err
         and (run / "metrics.json").read_bytes() == before
     )
+    # a run that is trained, and has no metrics yet
+    assert cli.main(["discover", *SMALL, "--output", str(tmp_path / "new")]) == 75
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == (
+        "uno: stopped before the run was finished; resume with the same command"
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -8,7 +8,8 @@ import torch
 import uno
 from uno.errors import ConfigError
 from uno.results.export import export
-from uno.session.configure import configure
+from uno.session.api import store_embeddings
+from uno.session.configure import configure, from_keywords
 from uno.session.predict import predict
 
 FEW = {
@@ -145,6 +146,14 @@ def test_vectors_that_tell_nothing_apart_are_said_before_training(
     assert f"warning: {says}" in told.out and told.out.index(says) < told.out.index(
         "predicting all images"
     )
+
+
+def test_embeddings_keep_other_settings_of_the_data(tmp_path):
+    vectors, truth = drawn()
+    settings = {"data": {"limit": 9}, "num_novel": 2, "output": tmp_path / "run"}
+    stored = from_keywords(store_embeddings(settings, vectors, truth, None))
+    assert stored["data.limit"] == 9
+    assert stored["data.source"].startswith(f"vectors:{tmp_path}/run-vectors-")
 
 
 @pytest.mark.parametrize("value", [0.0, np.inf])
