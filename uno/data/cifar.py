@@ -75,8 +75,8 @@ def read_cifar(path: str, options: ReadOptions, *, name: str) -> Rows:
         name: 'cifar10' or 'cifar100'.
 
     Returns:
-        Rows with images uint8 (N, 32, 32, 3) in memory, a label for each row (of CIFAR100
-        the fine one), and the classes in the order of their numbers.
+        Rows with images uint8 (N, 32, 32, 3) in memory, a label for each row (the fine
+        label of CIFAR100), and the classes in the order of their numbers.
 
     Raises:
         ConfigError: The data set is missing, cannot be read or downloaded, or one of

@@ -145,8 +145,7 @@ def decode(image: Image, size: int, how: Decoding = PLAIN) -> np.ndarray:
         how: How the image is resized and scaled to 8 bits.
 
     Returns:
-        uint8 (3, size, size), channels red, green and blue. The array must not be
-        written to, because it may share its memory with Pillow.
+        uint8 (3, size, size), channels red, green and blue. The array is read-only.
 
     Raises:
         BadImage: The image cannot be used.
@@ -351,8 +350,9 @@ def prefetch_map(
     """Apply a function to items in threads, ahead of the consumer.
 
     When the consumer closes the generator, items that no thread has begun are dropped,
-    and the threads are waited for. Each thread computes with one thread of PyTorch. Otherwise sixteen threads that
-    resize images would start sixteen threads each, and wait for each other.
+    and the threads are waited for. Each thread computes with one thread of PyTorch.
+    Otherwise sixteen threads that resize images would start sixteen threads each, and
+    wait for each other.
 
     Args:
         function: The function.
@@ -563,8 +563,7 @@ def _square(
     A picture that has the final size already is not resized.
 
     Returns:
-        uint8 (3, size, size), which may share its memory with Pillow and is not to be
-        written to.
+        uint8 (3, size, size), read-only.
     """
     if picture.size != (size, size):
         side = min(picture.size)
