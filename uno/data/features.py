@@ -560,10 +560,10 @@ def image_versions(images: Images, rows: np.ndarray) -> pa.Array:
     """Return a text for each image that changes if the image changes.
 
     It holds the stored size of the image in bytes, and the modification time in ns of
-    its file, or of the file that images are stored together in. Times that are not known
-    are looked up only if all these images are files of their own, with a request for
-    each remote file; otherwise they are -1. An image in memory has the time 0, and a
-    hash of its pixels or bytes in place of the size.
+    its file, or of the file that images are stored together in. Times that are not
+    known are looked up only if all these images are files of their own, with a request
+    for each remote file; otherwise they are -1. An image in memory has the time 0, and
+    a hash of its pixels or bytes in place of the size.
 
     Args:
         images: The images of all rows.
@@ -779,8 +779,8 @@ def cached_features(
 
     Rows that were encoded and can be read are written to the cache after 32 MiB or 10 s
     of new features, at the end, and also when ``compute`` raises an error, so that a
-    later call encodes only the other rows. If the cache lacks any row, ``facts.json`` is
-    written first. Rows that cannot be read are encoded again in each call.
+    later call encodes only the other rows. If the cache lacks any row, ``facts.json``
+    is written first. Rows that cannot be read are encoded again in each call.
 
     Args:
         cache: The cache of the N rows.
