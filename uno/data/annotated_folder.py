@@ -76,9 +76,10 @@ def read_annotated_folder(root: str, options: ReadOptions = DEFAULT_OPTIONS) -> 
 
     Raises:
         ConfigError: There is no such table, a table cannot be read or lacks the column
-            of image paths, an image has several classes, a value cannot be used (an
-            empty or outside path, an unknown split, a repeated id, a label that is no
-            class), or none of the images exists.
+            of image paths, an image has several classes, an image path is empty
+            (unless ``images_only``) or leads out of its folder, a split or label cannot
+            be used, two ids are equal, none of the images exists (which is not checked
+            in remote storage), or a folder cannot be listed.
     """
     source, names = f"imagefolder:{root}", options.columns
     tables = _find_tables(root)

@@ -380,8 +380,9 @@ def _check_order(task: Task, config: Config) -> Iterator[Problem]:
 
     Images that are stored together are read together and mixed only with those read at
     about the same time. If they are sorted by class, a batch has images of few classes.
-    The mean share of the most frequent class in batches of this order is compared with
-    that in batches of shuffled rows. Images that are not streamed, or are read one by
+    The mean share of the most frequent true class in batches of this order is compared
+    with the mean share in batches of shuffled rows. Rows without a true class are not
+    counted. Images that are not streamed, or are read one by
     one, are not checked. The warning comes if the first share is more than
     :data:`SORTED` times the second.
 
@@ -616,7 +617,7 @@ def _sample_by_key(keys: np.ndarray, sizes: np.ndarray, limit: int) -> np.ndarra
     Args:
         keys: (n,), equal for rows that are to be chosen together.
         sizes: int64 (n,), the number of bytes of each row.
-        limit: The number of bytes.
+        limit: The number of bytes; 0 chooses no row.
 
     Returns:
         int64 (m,), ascending positions of the chosen rows among the n rows. If the

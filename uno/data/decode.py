@@ -436,7 +436,8 @@ def read_header(image: Image) -> Header:
         image: Encoded bytes, a path or URI, or pixels uint8 (H, W, 3).
 
     Raises:
-        BadImage: The header cannot be read, or is beyond the limits.
+        BadImage: The header cannot be read, or is beyond the limits; or an array does
+            not hold pixels uint8 (H, W, 3).
         StorageError: The image's file cannot be read now, but perhaps later.
     """
     if isinstance(image, np.ndarray):

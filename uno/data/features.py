@@ -659,7 +659,13 @@ class FeatureCache:
             bounds = np.searchsorted(found[order], starts)
 
             def copy(number: int) -> None:
-                """Copy the features of one file, unless the file is damaged."""
+                """Copy the features of one file into ``features``.
+
+                Its rows are marked in ``is_read``, unless the file is damaged.
+
+                Args:
+                    number: The index of the file in ``names``.
+                """
                 rows = order[bounds[number] : bounds[number + 1]]
                 table = self._read_columns(names[number], ["embedding"])
                 if table is None:

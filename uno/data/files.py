@@ -510,7 +510,10 @@ def resolver(root: str, follow_links: bool = False) -> Callable[[str], str | Non
     folders: dict[str, str] = {}
 
     def find(relative: str) -> str | None:
-        """Return the full path of ``relative``, or None if it is outside the root."""
+        """Return the full path of ``relative``, which need not exist.
+
+        None if it is outside the root, is a URI or has a NUL character.
+        """
         if is_uri(relative) or "\0" in relative:
             return None
         if not base:
@@ -638,6 +641,8 @@ def _connect(host: str, options: str) -> tuple[Any, str]:
 
 def upload_pause_s(num_bytes: int, least_s: float) -> float:
     """Return the pause between two uploads of a file that grows, in seconds.
+
+    It is the time for ``num_bytes`` at 256 KiB per second, and at least ``least_s``.
 
     An object store cannot append, so each upload has the whole file. With a pause that
     grows with the file, the number of uploaded bytes is proportional to the time, and
@@ -924,6 +929,9 @@ class Storage:
         Args:
             name: Name of the file.
             data: The content, as bytes or another buffer.
+
+        Raises:
+            StorageError: The file cannot be written.
         """
         self.check()
         with self._errors("write", name):
@@ -1025,7 +1033,11 @@ class Storage:
         return os.fsencode(self.path(name)) if self.is_local else self.path(name)
 
     def _info(self, name: str) -> Any:
-        """Return pyarrow's ``FileInfo`` of ``name``, whether it exists or not."""
+        """Return pyarrow's ``FileInfo`` of ``name``, whether it exists or not.
+
+        Raises:
+            StorageError: The storage cannot be reached or refuses to answer.
+        """
         with self._errors("look up", name):
             return self._fs.get_file_info(self._inner(name))
 
