@@ -188,7 +188,8 @@ def _columns_of_metadata(
         path: The path of the table, for errors.
         table: The table.
         names: Standard name of a column, such as "label" -> its name in the table. A
-            column that is not listed has its standard name.
+            column that is not listed has its standard name, but the column of image
+            paths, "image", is then called ``file_name``.
 
     Returns:
         Standard name -> the values of all rows: 'path', and each of 'id', 'label',
@@ -218,7 +219,7 @@ def _columns_of_one_hot(path: str, table: TextTable) -> dict[str, list[Any]]:
         table: The table, in the layout of Roboflow.
 
     Returns:
-        Two lists with a value for each row, 'path' and 'label'. The label of an image
+        'path' and 'label' -> a list with a value for each row. The label of an image
         is the name of the column with a 1, and None if no column has a 1. Cells with
         any other value than 1, such as 1.0, count as 0.
 

@@ -96,11 +96,11 @@ def read_array_file(path: str, options: ReadOptions) -> VectorFile:
         returned as the column 'path'.
 
     Raises:
-        ConfigError: The file cannot be read, does not hold numbers (N, D) with N > 0,
-            or does not say which of several arrays are the embeddings; a column that
-            ``options`` names is missing, or a column does not have one text or number
-            for each row; or the .csv file cannot be read, has another number of rows,
-            or a column that the file itself has, too.
+        ConfigError: The file cannot be read, does not hold numbers (R, D) with R and
+            D above 0, or does not say which of several arrays are the embeddings; a
+            column that ``options`` names is missing, or a column does not have one text
+            or number for each row; or the .csv file cannot be read, has another number
+            of rows, or a column that the file itself has, too.
         StorageError: The disk has no space for a float32 copy of a large array.
     """
     content = read_torch(path) if path.endswith(TORCH) else read_numpy(path)
@@ -130,7 +130,7 @@ def read_array_file(path: str, options: ReadOptions) -> VectorFile:
 def read_numpy(path: str) -> np.ndarray | dict[str, np.ndarray]:
     """Read a .npy or .npz file. A local .npy file stays on the disk and is mapped.
 
-    Other files are read into memory.
+    Other files are read into memory. The size of a .npy file is not limited.
 
     Args:
         path: Path or URI of the file.
@@ -295,7 +295,8 @@ def _name_of_embeddings(
         names: Standard name of a column, such as "embedding" -> its name there.
 
     Raises:
-        ConfigError: There is no such array, or several have two dimensions.
+        ConfigError: There is no such array; or there are several arrays, and none or
+            more than one of them has two dimensions.
     """
     wanted = names.get("embedding", "embedding")
     if wanted in arrays:

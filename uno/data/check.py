@@ -382,9 +382,9 @@ def _check_order(task: Task, config: Config) -> Iterator[Problem]:
     about the same time. If they are sorted by class, a batch has images of few classes.
     The mean share of the most frequent true class in batches of this order is compared
     with the mean share in batches of shuffled rows. Rows without a true class are not
-    counted. Images that are not streamed, or are read one by
-    one, are not checked. The warning comes if the first share is more than
-    :data:`SORTED` times the second.
+    counted. The warning comes if the first share is more than :data:`SORTED` (1.25)
+    times the second. Images that are not streamed, or are read one by one, are not
+    checked. No image is read here.
 
     Args:
         task: The rows and their classes.

@@ -168,9 +168,9 @@ def decode_rgb(image: Image, side: int, value_range: Range | None = None) -> np.
 
     Returns:
         uint8 (H, W, 3) or (H, W, 4), where the fourth channel has no meaning. H and W
-        are those of the upright image at the scale of decoding. The array
-        must not be written to, because it may share its memory with Pillow or be
-        ``image`` itself.
+        are the sides of the upright image at the scale of decoding. The array must not
+        be written to, because it may share its memory with Pillow or be ``image``
+        itself.
 
     Raises:
         BadImage: The image cannot be used.
@@ -536,9 +536,10 @@ def _load_rgb(image: Image, side: int, value_range: Range | None) -> Pillow.Imag
 def _turn_to_rgb(picture: Pillow.Image, value_range: Range | None) -> Pillow.Image:
     """Decode a picture, turn it as its EXIF orientation says, and convert it to RGB.
 
-    Pixels are turned before they are resized, because rounding depends on the order.
-    The orientation is read after the pixels, because in a PNG it may stand behind them.
-    Pixels with broken metadata are not turned.
+    Transparent pixels are blended with white. Pixels are turned before they are
+    resized, because rounding depends on the order. The orientation is read after the
+    pixels, because in a PNG it may stand behind them. Pixels with broken metadata are
+    not turned.
 
     Args:
         picture: The picture, which is changed.

@@ -211,14 +211,14 @@ def read_vectors(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
 
     Rows with the same id become one row with several views, at the place of the first
     one. The first view is the one for evaluation. A row with fewer views than others
-    repeats its own. A row without an id is called row-NUMBER. A row without a usable
-    vector (of another length, not finite, or zeros) is an unreadable one.
+    repeats its own. A row without an id is called row-NUMBER. A row is unreadable if
+    any of its vectors has another length than most, is not finite, or is all zeros.
 
     Args:
         path: Path or URI of a .parquet, .npy, .npz, .pt or .h5ad file, or a folder of
             Parquet files.
         options: How the source is read. With ``images_only`` labels and splits are not
-            used.
+            used, and every row is an unlabeled training row.
 
     Returns:
         The rows, with a :class:`Vectors` as their images. The vectors are in memory or
@@ -381,7 +381,7 @@ class GivenVectors(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the numbers and columns, 64 hex digits."""
+        """SHA-256 of the numbers, their shape and the columns, 64 hex digits."""
         found = hashlib.sha256(repr(tuple(self.values.shape)).encode())
         for name, column in self.columns.items():
             text = json.dumps([name, column.to_pylist()])

@@ -548,7 +548,11 @@ def compute_local(
     """
 
     def compute(rows: np.ndarray) -> Chunk:
-        """Encode a chunk with one thread of PyTorch."""
+        """Encode a chunk, after setting PyTorch's number of threads to 1 here.
+
+        Args:
+            rows: The numbers of the rows of the chunk, int64 (n,).
+        """
         torch.set_num_threads(1)
         return encode_chunk(job, encoder, rows)
 
@@ -629,8 +633,9 @@ class FeatureCache:
     def read(self) -> tuple[Tensor, np.ndarray]:
         """Read the features of all N rows that the cache has.
 
-        A file that is damaged is removed, and a warning is logged. Its rows count as
-        rows that the cache lacks.
+        A row is found by its id, the version of its image (:func:`image_versions`) and
+        its number of views. A file that is damaged is removed, and a warning is logged.
+        Its rows count as rows that the cache lacks.
 
         Returns:
             Features float32 (N, 1 + V, D), the evaluation view and V random views of

@@ -122,7 +122,8 @@ def full_path(path: str) -> str:
 def valid_text(name: str) -> str:
     """Return a file name as text that can be encoded as UTF-8.
 
-    Bytes that are not UTF-8, and half surrogate pairs, become backslash escapes.
+    Bytes that are not UTF-8, and half surrogate pairs, become backslash escapes. Other
+    text is unchanged.
 
     Args:
         name: File name, with surrogate escapes for bytes that are not UTF-8.
@@ -154,7 +155,7 @@ def parse_json(data: str | bytes) -> Any:
 def require_regular(path: str | bytes) -> None:
     """Check that a local path is a regular file or a directory.
 
-    Opening a FIFO, a device or a socket may block forever.
+    The check exists because opening a FIFO, a device or a socket may block forever.
 
     Args:
         path: The local path. A link counts as what it leads to.
@@ -229,12 +230,16 @@ def _walk_local(root: str, follow_links: bool) -> Iterator[FileEntry]:
     def walk_folder(
         folder: str, relative: str, above: frozenset[str]
     ) -> Iterator[FileEntry]:
-        """Yield the files below a folder.
+        """Yield the files below a folder, none if it is among ``above`` (a loop).
 
         Args:
             folder: Path of the folder.
             relative: Its path below the root, '' or with '/' at the end.
-            above: Paths without links of the folders that lead to it.
+            above: Paths, without links, of the folders that lead to it.
+
+        Raises:
+            ConfigError: The folder cannot be listed, or a link leads out of the root
+                and ``follow_links`` is False.
         """
         real = os.path.realpath(folder)
         if real in above:
@@ -265,7 +270,7 @@ def _walk_local(root: str, follow_links: bool) -> Iterator[FileEntry]:
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
-    """Return whether an entry is a folder or a link to a folder.
+    """Return whether an entry of a directory is a folder or a link to a folder.
 
     A link that leads to itself is neither.
     """
@@ -275,9 +280,9 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 def _walk_remote(root: str) -> Iterator[FileEntry]:
     """Yield the files below a URI in the order of their relative paths.
 
-    Hidden files are left out. The folders of the first levels are listed at the same
-    time, and one request lists all files below each folder of the last of these levels.
-    All requests are made before the first file is yielded.
+    Hidden files and folders are left out. The folders of the first levels are listed
+    at the same time, and one request lists all files below each folder of the last of
+    these levels. All requests are made before the first file is yielded.
 
     Args:
         root: The URI of the folder.
@@ -741,7 +746,7 @@ class Storage:
         return join(self.uri, name) if name else self.uri
 
     def exists(self, name: str = "") -> bool:
-        """Return whether there is a file or directory of a name.
+        """Return whether there is a file, a directory or a special file of a name.
 
         Args:
             name: Its path below the root; '' for the root itself.

@@ -175,8 +175,8 @@ def distinct_ids(ids: Any) -> list[str]:
         N different texts.
 
     Raises:
-        ConfigError: ``ids`` is no list or column, an id is missing (None, NaN or blank
-            text), or two are equal.
+        ConfigError: ``ids`` is no list or column, an id is missing (None, NaN, blank
+            text or the missing value of another library), or two are equal as text.
     """
     names = list[str]()
     for row, name in enumerate(values_of(ids, "ids")):
