@@ -973,13 +973,13 @@ class Storage:
     def delete(self, name: str) -> None:
         """Delete a file, or a directory with all that is in it.
 
-        Nothing happens if there is none of that name.
+        Nothing happens if there is none of that name, or if it is a special file.
 
         Args:
-            name: Its path below the root.
+            name: The path of the file or directory below the root.
 
         Raises:
-            StorageError: It cannot be deleted.
+            StorageError: The file or directory cannot be deleted.
         """
         self.check()
         found = self._info(name).type
