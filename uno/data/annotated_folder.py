@@ -1,4 +1,4 @@
-"""Read folders of images whose classes are in a table beside them.
+"""Read folders of images, where tables in the same folder name the classes.
 
 Two layouts are known. Hugging Face's ``imagefolder`` has ``metadata.csv`` or
 ``metadata.jsonl`` with a column ``file_name``. Roboflow's export has ``_classes.csv``
@@ -29,12 +29,19 @@ TABLES = ("metadata.csv", "metadata.jsonl", ONE_HOT)  # names of the tables
 def has_labels(root: str, options: ReadOptions = DEFAULT_OPTIONS) -> bool:
     """Return whether tables in a folder name the classes of its images.
 
+    Tables in ``root`` and in its folders train, test, val, valid and validation count.
+    A file ``_classes.csv`` suffices and is not read. A ``metadata.csv`` or
+    ``metadata.jsonl`` must have a column of image paths and one of labels, which may
+    hold no values.
+
     Args:
         root: Local folder or URI.
-        options: How the source is read.
+        options: How the source is read. Its ``columns`` may rename the two columns,
+            which are otherwise called ``file_name`` and ``label``.
 
     Raises:
-        ConfigError: A table cannot be read.
+        ConfigError: A folder cannot be listed, or a table that has to be read cannot be
+            read.
     """
     names = options.columns
     label = names.get("label", "label")
@@ -50,9 +57,10 @@ def has_labels(root: str, options: ReadOptions = DEFAULT_OPTIONS) -> bool:
 def read_annotated_folder(root: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
     """Read the images that the tables in a folder name.
 
-    The id of a row is the path of its image below ``root``, unless its table has ids.
-    The split is that of the row's column ``split``, else that of the table's folder,
-    else 'train'.
+    The id of a row is the path of its image below ``root``, as the table spells it,
+    unless the table has a column of ids. The split is the value of the row in the
+    column ``split``, else it follows from the folder of the table (``val``, ``valid``
+    and ``validation`` are test folders), else it is 'train'.
 
     Args:
         root: Local folder or URI.
@@ -62,12 +70,16 @@ def read_annotated_folder(root: str, options: ReadOptions = DEFAULT_OPTIONS) -> 
             ``train`` in ``image_folder``.
 
     Returns:
-        The rows of all tables. Their warnings say how many images below ``root`` no
-        table names.
+        The rows of all tables, one table after the other. ``warnings`` say how many
+        images below ``root`` no table names. ``eval_labels`` is None if no table has a
+        true class for evaluation. A row with an empty id is called row-NUMBER.
 
     Raises:
         ConfigError: There is no such table, a table cannot be read or lacks the column
-            of image paths, or an image has several classes.
+            of image paths, an image has several classes, an image path is empty
+            (unless ``images_only``) or leads out of its folder, a split or label cannot
+            be used, two ids are equal, none of the images exists (which is not checked
+            in remote storage), or a folder cannot be listed.
     """
     source, names = f"imagefolder:{root}", options.columns
     tables = _find_tables(root)
@@ -114,12 +126,20 @@ def read_annotated_folder(root: str, options: ReadOptions = DEFAULT_OPTIONS) -> 
 def _warnings_of_left_out(
     root: str, rows: Rows, options: ReadOptions
 ) -> tuple[str, ...]:
-    """Return a warning about images that no table names, if there are any.
+    """Return a warning about image files below a folder that no table names.
 
     Args:
         root: Local folder or URI, below which images are searched for.
         rows: The rows of all tables.
         options: How the source is read.
+
+    Returns:
+        One warning with the number of such images and an example, or an empty tuple if
+        there are none.
+
+    Raises:
+        ConfigError: A folder below ``root`` cannot be listed, or a link leads out of
+            ``root`` and ``options.follow_links`` is False.
     """
     # Tables may spell paths in another way, so full paths are compared.
     named = set(rows.images.paths(np.arange(len(rows))))
@@ -143,8 +163,12 @@ def _find_tables(root: str) -> list[str]:
     """List the tables of image classes in a folder and in the folders of its splits.
 
     Returns:
-        Paths relative to ``root``, with '/' as separator, of files with a name in
-        :data:`TABLES`.
+        Paths relative to ``root``, with '/' as separator, of the files that are called
+        metadata.csv, metadata.jsonl or _classes.csv: first files in ``root``, then
+        files in its folders train, test, val, valid and validation.
+
+    Raises:
+        ConfigError: A folder cannot be listed.
     """
     folders, files = filesystem.children(root)
     found = [name for name in files if name in TABLES]
@@ -164,11 +188,12 @@ def _columns_of_metadata(
         path: The path of the table, for errors.
         table: The table.
         names: Standard name of a column, such as "label" -> its name in the table. A
-            column that is not listed has its standard name.
+            column that is not listed has its standard name, but the column of image
+            paths, "image", is then called ``file_name``.
 
     Returns:
-        The values of 'path', and of those of 'id', 'label', 'eval_label' and 'split'
-        that the table has.
+        Standard name -> the values of all rows: 'path', and each of 'id', 'label',
+        'eval_label' and 'split' if the table has such a column.
 
     Raises:
         ConfigError: The table has no column of image paths.
@@ -194,8 +219,9 @@ def _columns_of_one_hot(path: str, table: TextTable) -> dict[str, list[Any]]:
         table: The table, in the layout of Roboflow.
 
     Returns:
-        The values of 'path' and 'label'. The label of an image is the name of the
-        column with a 1, and None if there is none. Cells with another value count as 0.
+        'path' and 'label' -> a list with a value for each row. The label of an image
+        is the name of the column with a 1, and None if no column has a 1. Cells with
+        any other value than 1, such as 1.0, count as 0.
 
     Raises:
         ConfigError: The table has no column ``filename``, or an image has several

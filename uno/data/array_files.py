@@ -80,17 +80,28 @@ class VectorFile(NamedTuple):
 def read_array_file(path: str, options: ReadOptions) -> VectorFile:
     """Read the embeddings of a .npy, .npz, .pt or .pth file, and their columns.
 
-    The columns are other arrays or lists of the file, and those of a .csv file of the
-    same name, if there is one.
+    A column is another array or list of the file, or a column of the .csv file of the
+    same name beside it, if there is one. Only columns with a standard name, or with the
+    name that ``options.columns`` gives, are returned.
 
     Args:
         path: Path or URI of the file.
-        options: How the source is read.
+        options: How the source is read. Its ``columns`` may also name the array of
+            embeddings, as "embedding". Without it, that is the array called embedding,
+            else the only array, else the only matrix.
+
+    Returns:
+        The embeddings as float32 (R, D), without notes, reasons and pictures. A local
+        .npy file of float32 stays on the disk and is mapped. A column of images is
+        returned as the column 'path'.
 
     Raises:
-        ConfigError: The file cannot be read or does not hold numbers (N, D); or the
-            .csv file has another number of rows, or a column that the file itself has,
-            too.
+        ConfigError: The file cannot be read, does not hold numbers (R, D) with R and
+            D above 0, or does not say which of several arrays are the embeddings; a
+            column that ``options`` names is missing, or a column does not have one text
+            or number for each row; or the .csv file cannot be read, has another number
+            of rows, or a column that the file itself has, too.
+        StorageError: The disk has no space for a float32 copy of a large array.
     """
     content = read_torch(path) if path.endswith(TORCH) else read_numpy(path)
     arrays = content if isinstance(content, dict) else {"array": content}
@@ -119,14 +130,18 @@ def read_array_file(path: str, options: ReadOptions) -> VectorFile:
 def read_numpy(path: str) -> np.ndarray | dict[str, np.ndarray]:
     """Read a .npy or .npz file. A local .npy file stays on the disk and is mapped.
 
+    Other files are read into memory. The size of a .npy file is not limited.
+
     Args:
         path: Path or URI of the file.
 
     Returns:
-        The only array, of any shape; or the arrays of a .npz file by name.
+        The array of a .npy file, of any shape and type; or the arrays of a .npz file by
+        name. What is written to a mapped array does not change the file.
 
     Raises:
-        ConfigError: The file cannot be read, or is too large.
+        ConfigError: The file cannot be read, holds Python objects, or is a .npz file
+            with more than ``MAX_NPZ_BYTES`` (8 GiB) after decompression.
     """
     try:
         if path.endswith(".npy") and os.path.isfile(path):
@@ -162,11 +177,14 @@ def read_torch(path: str) -> np.ndarray | dict[str, np.ndarray]:
         path: Path or URI of the file.
 
     Returns:
-        The only tensor, of any shape; or the tensors and lists of a dictionary by name.
-        A list becomes an array of Python objects.
+        The only tensor or list; or the tensors and lists of a dictionary by name, in
+        which other values and sparse tensors are left out. A tensor keeps its shape and
+        its type, but bfloat16 becomes float32. A list of n items becomes an array (n,)
+        of Python objects.
 
     Raises:
-        ConfigError: The file cannot be read, is too large, or holds something else.
+        ConfigError: The file cannot be read, has more than ``MAX_NPZ_BYTES`` (8 GiB),
+            holds Python objects of other kinds, or has no dense tensor and no list.
     """
     try:
         with filesystem.open_binary(path) as file:
@@ -206,7 +224,7 @@ def _require_small(path: str, num_bytes: int) -> None:
         num_bytes: The number of bytes of its arrays.
 
     Raises:
-        ConfigError: These are more than ``MAX_NPZ_BYTES``.
+        ConfigError: ``num_bytes`` is more than ``MAX_NPZ_BYTES`` (8 GiB).
     """
     if num_bytes > MAX_NPZ_BYTES:
         raise ConfigError(
@@ -222,7 +240,10 @@ def _standard_columns(
     num_rows: int,
     names: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return the standard columns among arrays.
+    """Convert the arrays that are standard columns to Arrow columns.
+
+    The standard columns are id, label, eval_label, split, path and text. An array that
+    is called image, or that ``names`` gives for "image", is the column 'path'.
 
     Args:
         path: Path of the file, for the error message.
@@ -231,10 +252,12 @@ def _standard_columns(
         names: Standard name of a column, such as "label" -> its name there.
 
     Returns:
-        Standard column name -> Arrow array (num_rows,).
+        Standard column name -> Arrow array (num_rows,), without the columns for which
+        there is no array. Arrays with other names are left out.
 
     Raises:
-        ConfigError: A column does not have a value for each row.
+        ConfigError: A column does not have the shape (num_rows,), or holds values that
+            Arrow cannot store in one column, such as text mixed with numbers.
     """
     columns = dict[str, Any]()
     for ours in (*COLUMNS, "image"):
@@ -262,8 +285,9 @@ def _name_of_embeddings(
 ) -> str:
     """Return the name of the array of a file that holds the embeddings.
 
-    It is the array that ``names`` names, or that is called 'embedding'. Otherwise it is
-    the only array, or the only matrix among several.
+    If ``names`` gives a name for "embedding", it is the array of that name and no
+    other. Else it is the array called 'embedding', else the only array (of any shape),
+    else the only array of two dimensions among several.
 
     Args:
         path: Path of the file, for the error message.
@@ -271,7 +295,8 @@ def _name_of_embeddings(
         names: Standard name of a column, such as "embedding" -> its name there.
 
     Raises:
-        ConfigError: There is no such array, or there are several.
+        ConfigError: There is no such array; or there are several arrays, and none or
+            more than one of them has two dimensions.
     """
     wanted = names.get("embedding", "embedding")
     if wanted in arrays:
@@ -317,18 +342,20 @@ def _read_csv_beside(path: str, beside: str, num_rows: int) -> dict[str, np.ndar
 def new_array(shape: tuple[int, ...]) -> np.ndarray:
     """Return an array of zeros, which is in memory or in a file.
 
-    An array of :data:`MAPPED_BYTES` or more is mapped to a file of the cache directory,
-    or of the directory for temporary files if the cache cannot be used. The file has no
-    name and disappears with the process.
+    An array of :data:`MAPPED_BYTES` (256 MiB) or more is mapped to a new file in the
+    user's cache directory, which is created if it is missing, or in the directory for
+    temporary files if the cache cannot be used. The file has no name, and disappears at
+    the latest with the process.
 
     Args:
         shape: The shape of the array.
 
     Returns:
-        An array float32 of this shape.
+        A writable array float32 of this shape.
 
     Raises:
-        StorageError: The file cannot be made, for example because the disk is full.
+        StorageError: The file cannot be made, for example because the disk is full. An
+            array in memory never raises it.
     """
     size = 4 * math.prod(shape)
     if size < MAPPED_BYTES:

@@ -65,22 +65,30 @@ def check(
     batch_is_derived: bool = False,
     read_images: bool = True,
 ) -> list[Problem]:
-    """Return everything suspicious about a task, errors first.
+    """Return everything suspicious about a task: errors, then warnings, then notes.
 
-    The numbers of rows are checked without the rows that are known to be unreadable,
-    because a run leaves them out before it trains.
+    The numbers of rows are checked without unreadable rows, because a run leaves them
+    out before it trains. Unreadable rows are known here if ``seconds`` is not 0, or if
+    the rows are vectors; unreadable images of a mere sample still count as rows.
+    Warnings of the source itself (``task.rows.warnings``) are included.
 
     Args:
         task: The rows and their classes.
         config: The configuration of the run.
-        seconds: How long images may be decoded to find unreadable ones, in seconds.
+        seconds: How long all images may be decoded to find unreadable ones, in seconds.
             Then at most 2 GiB of images are searched for duplicates, wherever they are
-            stored. With 0 a sample of images is decoded, and 256 MiB of local images
-            are searched for duplicates.
-        batch_is_derived: Whether the batch size was derived from the data, so that the
-            run derives it again when rows are left out.
+            stored. With 0 only a sample of images is decoded, and 256 MiB of local
+            images are searched for duplicates.
+        batch_is_derived: Whether the batch size was derived from the data. If rows are
+            unreadable, the largest batch that the others fill is then checked, as the
+            run derives it again.
         read_images: Whether images are read at all. A run that resumes with unchanged
-            data has checked them before.
+            data has checked them before. False also skips the checks of sizes, pages,
+            brightness and duplicates.
+
+    Raises:
+        ConfigError: A file that holds many images cannot be read.
+        StorageError: A file of an image cannot be read now, but perhaps later.
     """
     ok, of_images = task.rows.usable, list[Problem]()
     if read_images:
@@ -114,8 +122,10 @@ def check(
 def with_fitting_batch(config: Config, task: Task, ok: np.ndarray | None) -> Config:
     """Return the configuration with the largest batch that the readable rows fill.
 
-    The batch size never grows. It stays as it is for a run without discovery, and for
-    streamed images, because an unreadable one is replaced within its batch.
+    A batch is filled if it can be divided into labeled and unlabeled rows and among the
+    workers. The batch size never grows. It stays as it is if no smaller size works, for
+    a run without discovery, and for streamed images, because an unreadable one is
+    replaced within its batch.
 
     Args:
         config: The configuration of a run whose batch size was derived from its data.
@@ -137,8 +147,10 @@ def check_row_numbers(
 ) -> Iterator[Problem]:
     """Yield problems of the numbers of training rows.
 
-    There may be known classes without a readable row, fewer rows than clusters, or too
-    few rows for the batches.
+    Three problems are errors: a known class has labeled training rows but none that can
+    be read; there are too few unlabeled rows for the clusters; the rows do not fill a
+    batch. A warning says that a batch has few unlabeled images of each class. For
+    streamed images the batches are checked with all rows, readable or not.
 
     Args:
         task: The rows and their classes.
@@ -163,10 +175,10 @@ def check_row_numbers(
 
 
 def _list_some(names: list[str], separator: str = ", ") -> str:
-    """Join the first names to a list in a message, with "..." for the others.
+    """Join the first names to one text for a message, with "..." for the others.
 
     Args:
-        names: The names, of which :data:`NUM_NAMED` are shown.
+        names: The names, of which the first :data:`NUM_NAMED` (5) are shown.
         separator: The text between two names.
     """
     more = ["..."] if len(names) > NUM_NAMED else []
@@ -174,10 +186,11 @@ def _list_some(names: list[str], separator: str = ", ") -> str:
 
 
 def _check_clusters(task: Task, config: Config, unlabeled: int) -> Iterator[Problem]:
-    """Yield a problem if there are too few unlabeled rows for the clusters of a run.
+    """Yield an error if there are too few unlabeled rows for the clusters of a run.
 
-    It is an error if there are fewer rows than novel classes, or too few for a method
-    that clusters features.
+    There are too few if they are fewer than the novel classes. A method that clusters
+    features needs more rows than clusters: the novel classes, and in the setting "gcd"
+    the known classes, too. At most one problem is yielded.
 
     Args:
         task: The rows and their classes.
@@ -205,15 +218,16 @@ def _check_clusters(task: Task, config: Config, unlabeled: int) -> Iterator[Prob
 def format_report(task: Task, problems: list[Problem], size: int | None = None) -> str:
     """Return the report that ``uno data check`` prints.
 
-    It has the source, the sizes of a sample of images, a table with the numbers of
-    labeled, unlabeled and test rows of each class, notes, problems, and the numbers of
-    errors and warnings.
+    It has the source, the fingerprint, the numbers of images and classes, the sizes of
+    a sample of images (which is decoded now if it was not before), a table with the
+    numbers of labeled, unlabeled and test rows of each true class, the notes of the
+    task, the problems, and the numbers of errors and warnings.
 
     Args:
         task: The rows and their classes.
         problems: The problems that :func:`check` found.
         size: The side of the stored images in pixels that a run uses; None to leave the
-            line out.
+            line out. For a source of vectors the line has their length instead.
 
     Returns:
         Plain text of several lines.
@@ -262,7 +276,7 @@ def format_report(task: Task, problems: list[Problem], size: int | None = None) 
 
 
 def _count_rows(task: Task) -> np.ndarray:
-    """Count the labeled, unlabeled and test rows of each class.
+    """Count the labeled, unlabeled and test rows of each true class.
 
     Args:
         task: The rows and their classes.
@@ -281,9 +295,10 @@ def _count_rows(task: Task) -> np.ndarray:
 def _check_classes(task: Task) -> Iterator[Problem]:
     """Yield problems of the names of classes and of the numbers of their rows.
 
-    Warnings name classes that differ only in case or spaces, that seem to stand for a
-    missing label, or that have no training image or a single one, and say that there is
-    only one known class. A known class with no training image is an error.
+    Warnings name classes that differ only in case or spaces, known classes that seem to
+    stand for a missing label, and classes that have no training image or a single one,
+    and say that there is only one known class. A known class with no training image is
+    an error. Training images are counted by their true class, labeled or not.
 
     Args:
         task: The rows and their classes.
@@ -325,8 +340,12 @@ def _check_batches(
 ) -> Iterator[Problem]:
     """Yield problems of filling the batches of the phases that are trained.
 
-    It is an error if the rows do not fill a batch. A warning says that there are fewer
-    than :data:`MIN_ROWS_PER_CLUSTER` unlabeled images of each class in a batch.
+    The batches of discovery are checked if it has epochs. Otherwise the batches of
+    pretraining are checked, if it has epochs and no weights are given. It is an error
+    if the rows do not fill a batch, or if the batch does not divide among the workers.
+    For discovery, a warning says that a batch has fewer than
+    :data:`MIN_ROWS_PER_CLUSTER` unlabeled images for each novel class (in the setting
+    "gcd" for each known and novel class).
 
     Args:
         task: The rows and their classes.
@@ -361,10 +380,11 @@ def _check_order(task: Task, config: Config) -> Iterator[Problem]:
 
     Images that are stored together are read together and mixed only with those read at
     about the same time. If they are sorted by class, a batch has images of few classes.
-    The mean share of the most frequent class in batches of this order is compared with
-    that in batches of shuffled rows. Images that are not streamed, or are read one by
-    one, are not checked. The warning comes if the first share is more than
-    :data:`SORTED` times the second.
+    The mean share of the most frequent true class in batches of this order is compared
+    with the mean share in batches of shuffled rows. Rows without a true class are not
+    counted. The warning comes if the first share is more than :data:`SORTED` (1.25)
+    times the second. Images that are not streamed, or are read one by one, are not
+    checked. No image is read here.
 
     Args:
         task: The rows and their classes.
@@ -411,8 +431,8 @@ def measure_largest_share(classes: np.ndarray, size: int) -> float:
 def _check_sizes(config: Config, facts: Sequence[ImageFacts]) -> Iterator[Problem]:
     """Yield a warning if images are reduced so much that most detail is lost.
 
-    That is the case if their median shorter side is more than :data:`SHRUNK` times the
-    side that the run uses.
+    That is the case if their median shorter side is more than :data:`SHRUNK` (3) times
+    the side that the run uses: the smaller one of the stored square and a large view.
 
     Args:
         config: The configuration of the run.
@@ -447,7 +467,10 @@ def _check_pages(facts: Sequence[ImageFacts]) -> Iterator[Problem]:
 def _check_brightness(
     facts: Sequence[ImageFacts], value_range: Range | None
 ) -> Iterator[Problem]:
-    """Yield a warning if a sample of images is nearly black.
+    """Yield a warning if all images of a sample are nearly black.
+
+    They are if the brightest pixel of all of them, after the stored values are scaled
+    to 0-255, is below :data:`DARK` (64). There is no warning for an empty sample.
 
     Args:
         facts: The facts of a sample of images.
@@ -474,16 +497,22 @@ def _check_brightness(
 def _decode_within(
     task: Task, config: Config, seconds: float
 ) -> tuple[np.ndarray, list[Problem]]:
-    """Decode the images as a run would, until the time is up.
+    """Decode the images as a run would, until the time is up. No pixels are kept.
 
     Args:
         task: The rows.
         config: The configuration of the run.
-        seconds: The time limit, which is checked before each batch.
+        seconds: The time limit, which is checked before each batch of 32 images.
 
     Returns:
-        bool (N,), False for each image that was found to be unreadable; and the
-        problems: unreadable images, and that not all images were decoded.
+        bool (N,), False for each image that was found to be unreadable, and True for
+        images that were not decoded, too; and at most two problems: that images are
+        unreadable, an error if they are more than ``data.max_bad_fraction`` of all N
+        rows and a warning otherwise; and a warning that not all images were decoded.
+
+    Raises:
+        ConfigError: A file that holds many images cannot be read.
+        StorageError: A file of an image cannot be read now, but perhaps later.
     """
     num, end, num_decoded = len(task.rows), time.monotonic() + seconds, 0
     size, threads = config.data.stored_size, config.compute.threads
@@ -512,8 +541,10 @@ def _decode_within(
 def _check_duplicates(task: Task, in_full: bool) -> Iterator[Problem]:
     """Yield warnings about exact copies of images, which have equal bytes or pixels.
 
-    Copies are reported if they are in both splits, or training images under different
-    known labels. A note says how many images were compared, if they were not all.
+    Copies are reported if some are training and some are test images, or if they are
+    training images under different known labels. There is one warning for each of the
+    two, with the number of groups of copies. A note says how many images were compared,
+    if not all that could be copies were.
 
     Args:
         task: The rows and their classes.
@@ -537,7 +568,10 @@ def _check_duplicates(task: Task, in_full: bool) -> Iterator[Problem]:
 def _find_copies(task: Task, in_full: bool) -> tuple[list[list[int]], str]:
     """Find rows with equal content.
 
-    Only files with the same size as another one are read.
+    Images in files of their own are read only if another one has the same size. Of
+    images that are stored together, such as in a row group, whole groups are read.
+    Images that cannot be read have no copies. For a source of vectors the first views
+    of all rows are compared.
 
     Args:
         task: The rows.
@@ -545,9 +579,8 @@ def _find_copies(task: Task, in_full: bool) -> tuple[list[list[int]], str]:
             Otherwise up to 256 MiB of local images are read.
 
     Returns:
-        Groups of two or more row numbers with equal content; and a text that says how
-        many images were compared, '' if all were. For a source of vectors the first
-        views are compared.
+        Groups of two or more row numbers with equal content, each ascending; and a text
+        that says how many images were compared, '' if the limit did not leave any out.
     """
     images, rows = task.rows.images, np.arange(len(task.rows))
     if task.rows.vectors is not None:
@@ -584,7 +617,7 @@ def _sample_by_key(keys: np.ndarray, sizes: np.ndarray, limit: int) -> np.ndarra
     Args:
         keys: (n,), equal for rows that are to be chosen together.
         sizes: int64 (n,), the number of bytes of each row.
-        limit: The number of bytes.
+        limit: The number of bytes; 0 chooses no row.
 
     Returns:
         int64 (m,), ascending positions of the chosen rows among the n rows. If the

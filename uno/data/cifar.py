@@ -43,14 +43,17 @@ LAYOUTS = {
 
 
 def recognize_cifar(folders: list[str], files: list[str]) -> list[str]:
-    """Return whether a folder holds CIFAR10 or CIFAR100, as an unpacked archive.
+    """Return which of CIFAR10 and CIFAR100 a folder seems to hold, by names alone.
+
+    It holds a data set if the folder of the unpacked archive is in it, or if it is that
+    folder: then it has the file of class names and the first file of images.
 
     Args:
-        folders: Names of the folders in it.
-        files: Names of the files in it.
+        folders: Names of the folders directly in the folder.
+        files: Names of the files directly in the folder.
 
     Returns:
-        Some of 'cifar10' and 'cifar100', possibly none.
+        A list of 'cifar10', 'cifar100', both or none. No file is opened.
     """
     return [
         name
@@ -72,14 +75,16 @@ def read_cifar(path: str, options: ReadOptions, *, name: str) -> Rows:
         name: 'cifar10' or 'cifar100'.
 
     Returns:
-        Rows with images uint8 (N, 32, 32, 3), a label for each row, and the classes in
-        the order of their numbers.
+        Rows with images uint8 (N, 32, 32, 3) in memory, a label for each row (the fine
+        label of CIFAR100), and the classes in the order of their numbers.
 
     Raises:
         ConfigError: The data set is missing, cannot be read or downloaded, or one of
             its files is not the published one.
     """
-    train, test = _read_published(name, _find(name, path, options.download))
+    train, test = _read_published(
+        name, _find_archive_folder(name, path, options.download)
+    )
     ids = list[str]()
     for split, published in ((train, train.train_list), (test, test.test_list)):
         # the published files of a split have equally many rows
@@ -121,7 +126,8 @@ def _read_published(name: str, root: str) -> list[Any]:
         root: Folder or URI of the unpacked archive.
 
     Returns:
-        Two data sets of torchvision, for training and for test.
+        Two data sets of torchvision, for training and for test. Their images are in
+        memory, and the private folder is deleted.
 
     Raises:
         ConfigError: A file cannot be read or copied, or is not the published one.
@@ -147,8 +153,11 @@ def _read_published(name: str, root: str) -> list[Any]:
             return [published(private, train=train) for train in (True, False)]
 
 
-def _find(name: str, path: str, download: bool) -> str:
+def _find_archive_folder(name: str, path: str, download: bool) -> str:
     """Return the folder of the unpacked archive, downloaded if that is allowed.
+
+    It is ``path`` itself if that has the file of class names, else the folder of the
+    archive in ``path``.
 
     Args:
         name: 'cifar10' or 'cifar100'.
@@ -156,7 +165,8 @@ def _find(name: str, path: str, download: bool) -> str:
         download: Whether to download the archive if the folder is missing.
 
     Raises:
-        ConfigError: The folder is missing, or the download fails.
+        ConfigError: The folder is missing and may not be downloaded, the download
+            fails or ``path`` is a URI, or the storage cannot be reached.
     """
     layout = LAYOUTS[name]
     if filesystem.kind(filesystem.join(path, layout.meta)) == "file":
@@ -173,9 +183,10 @@ def _find(name: str, path: str, download: bool) -> str:
 def _download(name: str, path: str) -> None:
     """Download an archive, check its checksum and unpack it below ``path``.
 
-    An archive that is already in ``path`` is not downloaded again. It is unpacked in a
-    temporary folder in ``path``, which is renamed when it is complete. If another
-    process has unpacked it meanwhile, that folder is kept.
+    An archive in ``path`` with the right checksum is not downloaded again. The archive
+    is unpacked in a temporary folder in ``path``; the unpacked folder is then moved
+    into ``path``, and a downloaded archive is deleted. If another process has unpacked
+    the archive meanwhile, that folder is kept.
 
     Args:
         name: 'cifar10' or 'cifar100'.

@@ -24,7 +24,10 @@ def make_ids(names: Iterable[str]) -> pa.LargeStringArray:
     """Return ids as an Arrow array.
 
     Args:
-        names: The ids of N rows, which may come from a generator.
+        names: The ids of N rows, which may come from a generator. They are not checked.
+
+    Returns:
+        An array (N,) of large strings.
     """
     parts = [pa.array(some, pa.large_string()) for some in chunks(names)]
     return pa.concat_arrays(parts or [pa.array([], pa.large_string())])
@@ -38,7 +41,8 @@ def make_labels(names: Iterable[str | None]) -> pa.DictionaryArray:
             come from a generator.
 
     Returns:
-        A dictionary array (N,) with the classes in the order of their first rows.
+        A dictionary array (N,) with the classes in the order of their first rows, and
+        null for a row without a label.
     """
     return join_labels(
         [
@@ -57,7 +61,12 @@ def join_labels(parts: Sequence[pa.DictionaryArray]) -> pa.DictionaryArray:
     """Concatenate columns of labels. Classes of equal name become one class.
 
     Args:
-        parts: Dictionary arrays, each with names of classes of its own.
+        parts: Dictionary arrays, each with its own list of class names. Of no parts the
+            result has no rows.
+
+    Returns:
+        One dictionary array with the rows of all parts in order. Classes are in the
+        order in which they first appear in the dictionaries of the parts.
     """
     joined = pa.chunked_array(parts, pa.dictionary(pa.int32(), pa.large_string()))
     return pa.concat_arrays(joined.unify_dictionaries().chunks or [make_unlabeled(0)])
@@ -96,7 +105,7 @@ def has_label(labels: pa.DictionaryArray) -> np.ndarray:
 
 
 def present_classes(labels: pa.DictionaryArray) -> set[str]:
-    """Return the names of the classes that have at least one row."""
+    """Return the names of the classes that have at least one row of ``labels``."""
     return {*labels.dictionary.take(labels.indices.unique().drop_null()).to_pylist()}
 
 
@@ -128,6 +137,9 @@ def fill_labels(
     Args:
         labels: The labels of N rows. They are kept.
         others: Labels of the same rows, which are taken for rows without a label.
+
+    Returns:
+        A dictionary array (N,), null for rows that have no label in either column.
     """
     both = pa.chunked_array([labels, others]).unify_dictionaries()
     first, second = both.chunks
@@ -144,7 +156,8 @@ def find_rows(ids: pa.LargeStringArray, names: Iterable[str]) -> dict[str, int]:
         names: Ids to search for.
 
     Returns:
-        The row number of each of ``names`` that is the id of a row.
+        Id -> row number, for each of ``names`` that is the id of a row. Other names are
+        left out.
     """
     wanted = pa.array(names, pa.large_string())
     is_wanted = pa.compute.is_in(ids, wanted).to_numpy(zero_copy_only=False)
@@ -161,7 +174,8 @@ def joined(separator: str, *parts: Any) -> Any:
             rows.
 
     Returns:
-        An Arrow array of n large strings.
+        An Arrow array of n large strings, null where any part is null. It is a scalar
+        if every part is a text.
     """
     texts = [
         pa.scalar(part, pa.large_string()) if isinstance(part, str) else part

@@ -135,8 +135,9 @@ class BadImage(Exception):
 def decode(image: Image, size: int, how: Decoding = PLAIN) -> np.ndarray:
     """Decode an image to a square.
 
-    The image is turned upright, converted to RGB, cropped to the centered square and
-    resized with antialiasing.
+    The image is turned upright, converted to RGB with transparent pixels on white,
+    cropped to the centered square and resized with antialiasing. A large JPEG is
+    decoded at a smaller scale that suffices for ``size``, see :data:`DRAFT`.
 
     Args:
         image: Encoded bytes, a path or URI, or pixels uint8 (H, W, 3).
@@ -144,7 +145,7 @@ def decode(image: Image, size: int, how: Decoding = PLAIN) -> np.ndarray:
         how: How the image is resized and scaled to 8 bits.
 
     Returns:
-        uint8 (3, size, size).
+        uint8 (3, size, size), channels red, green and blue. The array is read-only.
 
     Raises:
         BadImage: The image cannot be used.
@@ -166,9 +167,10 @@ def decode_rgb(image: Image, side: int, value_range: Range | None = None) -> np.
             or with values outside 0 to 65535, then raise a BadImage.
 
     Returns:
-        uint8 (H, W, 3) or (H, W, 4), where the fourth channel has no meaning. The array
-        must not be written to, because it may share its memory with Pillow or be
-        ``image`` itself.
+        uint8 (H, W, 3) or (H, W, 4), where the fourth channel has no meaning. H and W
+        are the sides of the upright image at the scale of decoding. The array must not
+        be written to, because it may share its memory with Pillow or be ``image``
+        itself.
 
     Raises:
         BadImage: The image cannot be used.
@@ -234,6 +236,7 @@ def decode_many(
         each image the reason why it cannot be used, or None.
 
     Raises:
+        ConfigError: A file that holds many images cannot be read.
         StorageError: An image's file cannot be read now, but perhaps later.
     """
     pixels = torch.zeros(len(images), 3, size, size, dtype=torch.uint8)
@@ -266,15 +269,20 @@ def pieces(images: Images) -> Iterator[tuple[np.ndarray, Images]]:
     """Divide images into pieces, each of which a thread decodes at once.
 
     If images are stored together, such as in a row group, the images of each group are
-    read once, by threads that are ahead of the consumer.
+    read once, by threads that are ahead of the consumer. Other images are not read: the
+    consumer reads each piece by ``read_images``.
 
     Args:
         images: The images of all rows.
 
     Yields:
         Row numbers int64 (n,) and the images of these rows, with n at most
-        :data:`PIECE_ROWS`. Rows that are stored together come one after the other, so
-        the order of all rows may differ from that of ``images``.
+        :data:`PIECE_ROWS`. The images are numbered from 0 in each piece. Rows that are
+        stored together come one after the other, so the order of all rows may differ
+        from that of ``images``. Every row comes once.
+
+    Raises:
+        ConfigError: A file that holds many images cannot be read.
     """
     rows = np.arange(len(images))
     groups = images.groups(rows)
@@ -300,7 +308,7 @@ def decoded(
     threads: int | None = None,
     how: Decoding = PLAIN,
 ) -> Iterator[DecodedBatch]:
-    """Decode batches of rows in the background, ahead of the consumer.
+    """Decode batches of rows in the background, two batches ahead of the consumer.
 
     Batches that the images have already in memory (:meth:`Images.prepared`) are
     returned as they are, which may be features (b, D) instead of pixels.
@@ -309,16 +317,17 @@ def decoded(
         images: The images of all rows.
         batches: Row numbers of each batch, int64 (b,).
         size: The side of the decoded squares in pixels.
-        threads: Number of decoding threads; None for the number of cores that this
+        threads: Number of decoding threads; None or 0 for the number of cores that this
             process may use.
         how: How the images are resized and scaled to 8 bits.
 
     Yields:
-        For each batch the row numbers int64 (b,), the pixels uint8 (b, 3, size, size),
-        and for each row the reason why it cannot be used, or None. The pixels of such
-        a row are black.
+        For each batch, in order, the row numbers int64 (b,), the pixels uint8 (b, 3,
+        size, size), and for each row the reason why it cannot be used, or None. The
+        decoded pixels of a row that cannot be used are black.
 
     Raises:
+        ConfigError: A file that holds many images cannot be read.
         StorageError: An image's file cannot be read now, but perhaps later.
     """
     source = as_images(images)
@@ -340,19 +349,22 @@ def prefetch_map(
 ) -> Generator[Result, None, None]:
     """Apply a function to items in threads, ahead of the consumer.
 
-    Each thread computes with one thread of PyTorch. Otherwise sixteen threads that
-    resize images would start sixteen threads each, and wait for each other.
+    When the consumer closes the generator, items that no thread has begun are dropped,
+    and the threads are waited for. Each thread computes with one thread of PyTorch.
+    Otherwise sixteen threads that resize images would start sixteen threads each, and
+    wait for each other.
 
     Args:
         function: The function.
-        items: Its arguments, which are taken one by one as threads need them.
+        items: Its arguments. They are taken one by one in the thread of the consumer,
+            each time that it asks for a result.
         threads: Number of threads.
-        depth: Largest number of results that are computed or waiting when the consumer
-            takes one.
+        depth: Largest number of further items that are computed, waiting or done while
+            the consumer uses a result.
 
     Yields:
         The results, in the order of ``items``. An error of ``function`` is raised in
-        place of its result.
+        place of its result, and ends the generator.
     """
     waiting: deque[Future[Result]] = deque()
     pool = start_pool(threads, "uno-ahead")
@@ -370,9 +382,9 @@ def prefetch_map(
 def map_images(
     images: Images, rows: np.ndarray, look: Callable[[Image], Result]
 ) -> Iterator[tuple[int, Result | BadImage]]:
-    """Call ``look`` on the images of some rows, in threads.
+    """Call ``look`` on the images of some rows, in 8 threads.
 
-    Images that are stored together, such as those of a tar shard, are read together.
+    Images that are stored together, such as in a tar shard, are read together.
 
     Args:
         images: The images of all rows.
@@ -382,6 +394,10 @@ def map_images(
     Yields:
         For each of ``rows`` its number and what ``look`` returned, or the BadImage that
         it raised. The rows may come in another order.
+
+    Raises:
+        ConfigError: A file that holds many images cannot be read. Other errors of
+            ``look`` than a BadImage are raised, too.
     """
 
     def try_look(image: Image) -> Result | BadImage:
@@ -420,7 +436,8 @@ def read_header(image: Image) -> Header:
         image: Encoded bytes, a path or URI, or pixels uint8 (H, W, 3).
 
     Raises:
-        BadImage: The header cannot be read, or is beyond the limits.
+        BadImage: The header cannot be read, or is beyond the limits; or an array does
+            not hold pixels uint8 (H, W, 3).
         StorageError: The image's file cannot be read now, but perhaps later.
     """
     if isinstance(image, np.ndarray):
@@ -441,15 +458,17 @@ def _header_of(picture: Pillow.Image) -> Header:
 
 
 def inspect_image(image: Image) -> ImageFacts:
-    """Decode an image, and return facts about it.
+    """Decode an image, and return its format, size and brightness.
 
     Args:
         image: Encoded bytes, a path or URI, or pixels uint8 (H, W, 3).
 
     Returns:
-        The header with format and size, the largest stored value, a sample of the
-        stored values of a gray image of more than 8 bits, and whether a TIFF has
-        further pages.
+        The header with format and size, the largest value, a sample of the stored
+        values of a gray image of more than 8 bits, and whether a TIFF has further
+        pages. The largest value is that of the sample, but at least 0, in a gray image
+        of more than 8 bits; otherwise that of the RGB pixels, 0 to 255. Of a JPEG these
+        may be decoded at a smaller scale.
 
     Raises:
         BadImage: The image cannot be used.
@@ -472,7 +491,7 @@ def inspect_image(image: Image) -> ImageFacts:
 
 
 def _is_deep(picture: Pillow.Image) -> bool:
-    """Return whether the gray values of a picture have more than 8 bits."""
+    """Return whether a picture is gray with more than 8 bits (mode "I...", "F")."""
     return picture.mode.startswith(("I", "F"))
 
 
@@ -517,9 +536,10 @@ def _load_rgb(image: Image, side: int, value_range: Range | None) -> Pillow.Imag
 def _turn_to_rgb(picture: Pillow.Image, value_range: Range | None) -> Pillow.Image:
     """Decode a picture, turn it as its EXIF orientation says, and convert it to RGB.
 
-    Pixels are turned before they are resized, because rounding depends on the order.
-    The orientation is read after the pixels, because in a PNG it may stand behind them.
-    Pixels with broken metadata are not turned.
+    Transparent pixels are blended with white. Pixels are turned before they are
+    resized, because rounding depends on the order. The orientation is read after the
+    pixels, because in a PNG it may stand behind them. Pixels with broken metadata are
+    not turned.
 
     Args:
         picture: The picture, which is changed.
@@ -540,10 +560,12 @@ def _turn_to_rgb(picture: Pillow.Image, value_range: Range | None) -> Pillow.Ima
 def _square(
     picture: Pillow.Image, size: int, interpolation: Interpolation
 ) -> np.ndarray:
-    """Crop the centered square of an RGB picture and resize it.
+    """Crop the centered square of an RGB picture and resize it with antialiasing.
+
+    A picture that has the final size already is not resized.
 
     Returns:
-        uint8 (3, size, size).
+        uint8 (3, size, size), read-only.
     """
     if picture.size != (size, size):
         side = min(picture.size)
@@ -557,7 +579,8 @@ def _square(
 def to_rgb(picture: Pillow.Image, value_range: Range | None = None) -> Pillow.Image:
     """Convert a picture of any mode to RGB.
 
-    Transparent pixels are blended with white.
+    Transparent pixels are blended with white, but not in gray pictures of more than 8
+    bits.
 
     Args:
         picture: The picture. It is returned itself if it is in RGB already.
@@ -587,7 +610,8 @@ def to_rgb(picture: Pillow.Image, value_range: Range | None = None) -> Pillow.Im
 def _to_8_bits(picture: Pillow.Image, value_range: Range | None) -> Pillow.Image:
     """Scale the gray values of a picture of more than 8 bits to 0-255.
 
-    Values outside the range become 0 or 255, and those that are not a number 0.
+    Values outside the range become 0 or 255, and NaN becomes 0. The result has
+    Pillow's mode "L".
 
     Args:
         picture: The picture, in one of Pillow's modes "I", "I;16" or "F".
@@ -663,7 +687,8 @@ def _read(image: bytes | str) -> bytes:
         image: Encoded bytes, or the path or URI of a file.
 
     Raises:
-        BadImage: There is no image, or the file cannot be read.
+        BadImage: The row names no image (a :class:`~uno.data.images.MissingImage`), or
+            the file cannot be read. Bytes that are empty are returned as they are.
         StorageError: The image's file cannot be read now, but perhaps later.
     """
     if isinstance(image, MissingImage):
@@ -680,7 +705,8 @@ def _decoder_errors() -> Iterator[None]:
 
     Damaged bytes lead Pillow's parsers to errors of almost any type. Therefore only
     calls of Pillow belong inside the ``with`` block, and no code of this project. A
-    MemoryError is passed on, since it says nothing about the file.
+    MemoryError is passed on, since it says nothing about the file, and so is an error
+    of this project (:class:`~uno.errors.UnoError`), by which a signal stops the run.
 
     Raises:
         BadImage: Pillow cannot read the image.
@@ -699,8 +725,8 @@ def _decoder_errors() -> Iterator[None]:
 def _reader_errors(path: str) -> Iterator[None]:
     """Turn errors of reading a file in the ``with`` block into a BadImage.
 
-    An error that says nothing about the file becomes a StorageError instead, because a
-    later attempt may read the same file.
+    Only an OSError, ValueError or ArrowException is turned. If it says nothing about
+    the file, it becomes a StorageError instead, because a later attempt may succeed.
 
     Args:
         path: The file that is read.
@@ -719,14 +745,17 @@ def _reader_errors(path: str) -> Iterator[None]:
 
 
 def _bad_image(error: Exception) -> BadImage:
-    """Convert an error of reading or decoding an image to a BadImage."""
+    """Return the BadImage for an error of reading or decoding an image.
+
+    Its reason has the text of the error on one line, at most 200 characters of it.
+    """
     if isinstance(error, OSError):
         return BadImage(one_line(error.strerror or error)[:200])
     return BadImage(f"{type(error).__name__}: {one_line(error)[:200]}")
 
 
 def _check_array(image: np.ndarray) -> None:
-    """Raise a BadImage unless an array holds pixels uint8 (H, W, 3)."""
+    """Raise a BadImage unless an array holds pixels uint8 (H, W, 3), H and W not 0."""
     if (
         image.dtype != np.uint8
         or image.ndim != 3

@@ -1,4 +1,4 @@
-"""Read vectors that another program made, to use them in the place of images.
+"""Read and write files of vectors, which are used in the place of images.
 
 The vectors are used as the features of a frozen encoder, so nothing is encoded. A
 picture or a text of a row is only shown to people.
@@ -73,7 +73,10 @@ class Vectors(Images):
 
     @classmethod
     def of(cls, given: Any, what: str = "embeddings") -> Vectors:
-        """Make vectors of numbers that a caller passes.
+        """Make vectors from a copy of the numbers that a caller passes.
+
+        Rows with numbers that are not finite, and rows of zeros, are unusable: they get
+        a reason, and zeros as vectors.
 
         Args:
             given: Numbers (N, D), or (N, V, D) with V views of each row: an array, a
@@ -82,7 +85,7 @@ class Vectors(Images):
             what: The name of the argument, for messages.
 
         Raises:
-            ConfigError: ``given`` has another type or shape.
+            ConfigError: ``given`` has another type or shape, is empty or is sparse.
         """
         values = float_vectors(given, what).clone()
         reasons: list[str | None] = [None] * len(values)
@@ -112,7 +115,10 @@ class Vectors(Images):
         return (self.values[row].numpy().tobytes() for row in rows.tolist())
 
     def paths(self, rows: np.ndarray) -> list[str | None]:
-        """Return the paths of the pictures of ``rows``, None for a row without one."""
+        """Return the paths of the pictures of ``rows`` int64 (n,), as n texts.
+
+        None for a row without a picture, or with a picture that is no separate file.
+        """
         return [None] * len(rows) if self.shown is None else self.shown.paths(rows)
 
     def vectors(self, rows: np.ndarray) -> tuple[Tensor, list[str | None]]:
@@ -147,8 +153,8 @@ class Vectors(Images):
         """Return the pictures that a report shows for the N rows.
 
         Returns:
-            The pictures that the source names in a column of images or paths, or None
-            if it has none.
+            The pictures in the source's column of images or image paths, or None if it
+            has no such column.
         """
         return self.shown
 
@@ -159,7 +165,8 @@ class Vectors(Images):
             rows: Row numbers, int64 (n,).
 
         Returns:
-            The n values of the source's column ``text``.
+            The n values of the source's column ``text``; n times None if it has no such
+            column.
         """
         return (
             [None] * len(rows)
@@ -171,8 +178,8 @@ class Vectors(Images):
 def clear_unusable_(values: Tensor, reasons: list[str | None]) -> None:
     """Find rows that cannot be used, and set their vectors to zeros, in place.
 
-    A row cannot be used if it has a reason already, or if any of its views has numbers
-    that are not finite, or is a vector of zeros.
+    A row cannot be used if it has a reason already, or if any of its views has a number
+    that is not finite, or is a vector of zeros. All its views are then set to zeros.
 
     Args:
         values: The vectors of V views of N rows, float32 (N, V, D). It is changed.
@@ -202,18 +209,27 @@ def read_vectors(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
     it: in a .csv file of the same name, or as other arrays of the .npz or .pt file. An
     .h5ad file has them in ``obs``.
 
-    Rows with the same id become one row with several views. The first is the one for
-    evaluation. A row with fewer views than others repeats its own. A row without a
-    usable vector is an unreadable one.
+    Rows with the same id become one row with several views, at the place of the first
+    one. The first view is the one for evaluation. A row with fewer views than others
+    repeats its own. A row without an id is called row-NUMBER. A row is unreadable if
+    any of its vectors has another length than most, is not finite, or is all zeros.
 
     Args:
         path: Path or URI of a .parquet, .npy, .npz, .pt or .h5ad file, or a folder of
             Parquet files.
-        options: How the source is read.
+        options: How the source is read. With ``images_only`` labels and splits are not
+            used, and every row is an unlabeled training row.
+
+    Returns:
+        The rows, with a :class:`Vectors` as their images. The vectors are in memory or
+        in a mapped file without a name.
 
     Raises:
-        ConfigError: There is no such file or column, a file is damaged, or rows with
-            the same id differ in label or split.
+        ConfigError: There is no such file or column, the file has another ending or is
+            damaged, it has no rows or more than ``MAX_ROWS``, a label, split or image
+            path cannot be used, or rows with the same id differ in label, eval_label or
+            split.
+        StorageError: The disk has no space for large arrays of vectors.
     """
     source = f"vectors:{path}"
     if path.endswith((*ARRAYS, H5AD)):
@@ -295,8 +311,12 @@ def _make_ids(given: Any, num_rows: int) -> pa.Array:
     """Return the id of each row as text.
 
     Args:
-        given: Arrow column of ids, or None. A row without an id gets "row-NUMBER".
+        given: Arrow column of ids, or None. A row with a null or an empty text gets
+            "row-NUMBER", from 0.
         num_rows: The number of rows.
+
+    Returns:
+        An array (num_rows,) of large strings. The ids need not be different.
     """
     ids = pa.array((f"row-{row}" for row in range(num_rows)), pa.large_string())
     if given is None:
@@ -310,11 +330,13 @@ def _group_views(place: np.ndarray) -> np.ndarray:
     """Return which vectors are the views of each id.
 
     Args:
-        place: The number of the id of each vector, int64 (R,), from 0 to N - 1.
+        place: The number of the id of each vector, int (R,), from 0 to N - 1. Each
+            number occurs.
 
     Returns:
-        Numbers of vectors in ascending order, int64 (N, V). V is the largest number of
-        views of an id. An id with fewer views repeats its own.
+        For each id the numbers of its vectors in ascending order, int64 (N, V). V is
+        the largest number of views of an id. An id with fewer views repeats its own
+        from the first on.
     """
     counts, order = np.bincount(place), np.argsort(place, kind="stable")
     starts = np.cumsum(counts) - counts
@@ -322,7 +344,7 @@ def _group_views(place: np.ndarray) -> np.ndarray:
 
 
 def require_kind(config: ModelConfig, images: Images) -> None:
-    """Check that a model takes this kind of data.
+    """Check that the encoder of a model takes images, or vectors of this length.
 
     Args:
         config: The section ``model`` of the configuration.
@@ -359,7 +381,7 @@ class GivenVectors(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the numbers and columns, 64 hex digits."""
+        """SHA-256 of the numbers, their shape and the columns, 64 hex digits."""
         found = hashlib.sha256(repr(tuple(self.values.shape)).encode())
         for name, column in self.columns.items():
             text = json.dumps([name, column.to_pylist()])
@@ -371,10 +393,13 @@ class GivenVectors(NamedTuple):
     def store(self, path: str) -> None:
         """Write the vectors and columns to a Parquet file, by an atomic write.
 
-        :func:`read_vectors` reads the file.
+        Each view is a row of the file. :func:`read_vectors` reads the file.
 
         Args:
-            path: Path or URI of the file.
+            path: Path or URI of the file, which is replaced if it exists.
+
+        Raises:
+            StorageError: The file cannot be written.
         """
         counts = np.full(len(self.values), self.values.shape[1])
         write_vectors(path, self.values, counts, self.columns)
@@ -387,16 +412,17 @@ def given_vectors(embeddings: Any, labels: Any = None, ids: Any = None) -> Given
         embeddings: Numbers (N, D), or (N, V, D) with V views of each row: an array, a
             tensor, nested lists or a column, see
             :func:`~uno.data.from_python.float_vectors`.
-        labels: The class of each row (N,), or a missing value; None for no labels at
-            all.
+        labels: The class of each row (N,), with a missing value for an unlabeled row;
+            None for no labels at all.
         ids: The id of each row (N,), all different; None for "row-0", "row-1", ...
 
     Returns:
         The vectors and columns in the form in which they are stored.
 
     Raises:
-        ConfigError: The numbers of rows differ, or an argument has another type or
-            shape.
+        ConfigError: The numbers of rows differ, an argument has another type or shape,
+            an id is missing, or two ids are equal. Vectors that are not finite or are
+            zeros are accepted here; :func:`read_vectors` marks them as unreadable.
     """
     values = float_vectors(embeddings, "embeddings")
     num, columns = len(values), dict[str, list[Any]]()
@@ -419,12 +445,20 @@ def write_vectors(
 ) -> None:
     """Write vectors as one Parquet file, by an atomic write.
 
+    The vectors are in the column ``embedding``, as lists of D numbers.
+
     Args:
-        path: Path or URI of the file.
+        path: Path or URI of the file, which is replaced if it exists. Missing folders
+            are created.
         values: float32 (N, V, D), V views of N rows.
-        counts: int64 (N,), how many of the V views of each row are written. Each view
-            is a row of the file. Its number is in the column ``view``.
-        columns: Column name -> Arrow array (N,), the other columns of the file.
+        counts: int64 (N,), how many views of each row are written, 0 to V: the first
+            ones. Each view is a row of the file. Its number, from 0 for each of the N
+            rows, is in the column ``view``.
+        columns: Column name -> Arrow array (N,), the other columns of the file. They
+            are repeated for each view.
+
+    Raises:
+        StorageError: The file cannot be written.
     """
     folder, name = filesystem.split(path)
     rows = np.repeat(np.arange(len(values)), counts)
@@ -455,7 +489,8 @@ def is_vectors(path: str) -> bool:
         path: Path or URI of a Parquet file.
 
     Returns:
-        False also if there is no such file, or it cannot be read.
+        Whether the metadata of the file say so. False also if there is no such file, or
+        it cannot be read.
     """
     folder, name = filesystem.split(path)
     try:
@@ -466,7 +501,7 @@ def is_vectors(path: str) -> bool:
 
 
 def _read_parquet(source: str, path: str, options: ReadOptions) -> VectorFile:
-    """Read one Parquet file, or all files of a folder.
+    """Read the vectors of one Parquet file, or of all *.parquet files of a folder.
 
     If a column holds the bytes of images, these are the pictures of the rows. A column
     of image paths is returned as the column ``path``.
@@ -476,9 +511,17 @@ def _read_parquet(source: str, path: str, options: ReadOptions) -> VectorFile:
         path: Path or URI of the file or folder.
         options: How the source is read.
 
+    Returns:
+        The vectors of all files, one file after the other, with the reasons of the rows
+        whose list has another length than most; and the standard columns, of which
+        "split" follows from the name of a file that has no such column.
+
     Raises:
-        ConfigError: A file has no column of vectors, or the files do not have the same
-            columns.
+        ConfigError: There is no file, a file is damaged, has no column of vectors, or
+            lacks a column that ``options`` names; the files do not have the same
+            columns; a column of images holds something else; the folder of a file
+            stands for a column (LABEL=VALUE); or most rows have no vector.
+        StorageError: The disk has no space for the vectors.
     """
     names = options.columns
     _, files = parquet_files(path, options.follow_links)
@@ -531,6 +574,13 @@ def _read_lists(shard: ParquetShard, column: str) -> Iterator[Any]:
     Args:
         shard: The Parquet file.
         column: Name of the column.
+
+    Yields:
+        Arrow arrays of large lists of float32, in the order of the rows. A row without
+        a list is null.
+
+    Raises:
+        ConfigError: The file is damaged or cannot be read.
     """
     for group in range(shard.metadata.num_row_groups):
         for batch in shard.batches(column, group):
@@ -568,21 +618,23 @@ def _check_lists(source: str, kind: Any) -> None:
 def _read_matrix(
     source: str, columns: Sequence[_Lists]
 ) -> tuple[np.ndarray, dict[int, str]]:
-    """Read columns of lists as one matrix.
+    """Read columns of lists of numbers from several files as one matrix.
 
-    D is the length that most lists have. The columns are read twice: first the lengths,
-    then the numbers.
+    D is the most frequent length of a list, the shortest one of several. A missing list
+    has the length 0. The columns are read twice: first the lengths, then the numbers.
 
     Args:
         source: The source, as the error message names it.
         columns: Each file and the name of its column.
 
     Returns:
-        float32 (R, D), with zeros for lists of another length; and for each of these
-        rows the reason.
+        float32 (R, D), with zeros for lists of another length, and NaN for a missing
+        number; and row number -> reason for each row with a list of another length.
 
     Raises:
-        ConfigError: Most rows have no list.
+        ConfigError: There are no rows, an empty or missing list is the most frequent
+            one, or a file cannot be read.
+        StorageError: The disk has no space for the matrix.
     """
     lengths = [np.zeros(0, np.int64)]
     for batch in chain.from_iterable(starmap(_read_lists, columns)):
@@ -609,13 +661,14 @@ def _read_matrix(
 def equal_rows(values: Tensor) -> list[list[int]]:
     """Return groups of rows that have the same bits.
 
-    Rows are compared by a hash of 64 bits each.
+    Rows are compared only by a hash of 64 bits each.
 
     Args:
         values: float32 (N, D).
 
     Returns:
-        The row numbers of each group of two or more equal rows, in ascending order.
+        The row numbers of each group of two or more equal rows, in ascending order. The
+        groups are in the order of their first rows.
     """
     hashes = (hash(row.tobytes()) for row in values.numpy())
     keys = np.fromiter(hashes, np.int64, len(values))

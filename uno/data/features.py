@@ -1,4 +1,4 @@
-"""Compute the features of a frozen encoder once, and keep them in a cache.
+"""Compute the features of a frozen encoder once, and keep them in a cache of files.
 
 Each image has features of its evaluation view. A training image also has features of V
 random views. Together they are float32 (N, 1 + V, D), the evaluation view first, and
@@ -124,7 +124,8 @@ class FeatureJob(NamedTuple):
     def folder(self) -> str:
         """The path of the cache below the cache directory.
 
-        It ends in a hash of :attr:`facts`.
+        It is 'features/HASH', with the first 32 hex digits of the SHA-256 of
+        :attr:`facts`.
         """
         text = json.dumps(self.facts, sort_keys=True)
         return f"features/{hashlib.sha256(text.encode()).hexdigest()[:32]}"
@@ -152,12 +153,17 @@ class FeatureJob(NamedTuple):
 def feature_job(config: Config, task: Task, encoder: nn.Module) -> FeatureJob:
     """Describe how the rows of a task are encoded by an encoder.
 
-    The weights are hashed, which takes 0.1 s for 20 MB.
+    The weights are hashed, which takes 0.1 s for 20 MB. Nothing is encoded.
 
     Args:
         config: The configuration of the run.
         task: The rows.
         encoder: The frozen encoder, in eval mode.
+
+    Returns:
+        The three arguments, and as ``facts`` the settings, the version of the format of
+        the cache, the hash of the weights, the versions of packages and the code of the
+        encoder.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(encoder.state_dict().items()):
@@ -192,8 +198,12 @@ def _package_versions(config: Config) -> dict[str, str]:
 def settings(config: Config) -> dict[str, Any]:
     """Return the settings that features depend on, as JSON values by name.
 
-    They are the encoder, its runtime and precision, the views, and how images are
-    resized and normalized.
+    They are the name of the encoder, its runtime, whether it computes in bfloat16, the
+    views, and how images are resized and normalized. With random views, "views" is
+    their augmentation, else only the size of a large view.
+
+    Args:
+        config: The configuration of the run.
     """
     data = config.data
     if config.augment.num_cached_views:
@@ -242,10 +252,15 @@ def encode_chunk(job: FeatureJob, encoder: nn.Module, rows: np.ndarray) -> Chunk
     Args:
         job: The rows to encode, and how.
         encoder: The encoder in eval mode on its device, or a :class:`Runtime` of it.
-        rows: The numbers of the rows, int64 (n,).
+        rows: The numbers of the rows among all rows of the run, int64 (n,).
+
+    Returns:
+        The features of the rows on the CPU, in the order of ``rows``.
 
     Raises:
-        ConfigError: The encoder returns numbers that are not finite.
+        ConfigError: The encoder returns numbers that are not finite, or a file that
+            holds many images cannot be read.
+        StorageError: A file of an image cannot be read now, but perhaps later.
     """
     images = job.task.rows.images.read_images(rows)
     seeds, has_views = view_seeds(job.ids(rows)), job.has_views(rows)
@@ -279,9 +294,9 @@ def oddity(features: Tensor) -> str:
         features: (N, D).
 
     Returns:
-        'zero' if all are zero, 'constant' if they hardly differ between rows, 'huge' if
-        they are too large to compute with, or '' for usable features. These are the
-        keys of :data:`ODD`.
+        'zero' if all are zero; 'huge' if their mean norm is above :data:`HUGE` (1e6);
+        'constant' if their mean distance from their mean is less than :data:`CONSTANT`
+        (1e-5) of the mean norm, as it is for a single row; or '' for usable features.
     """
     exact = features.double()
     norm = float(exact.norm(dim=1).mean())
@@ -315,7 +330,10 @@ def decode_rows(
         resized and cropped to a square (3, S, S) for the evaluation view, then the
         crops of the random views, black where there are none. bool (n,), the rows that
         have random views and can be read. For each row the reason why it cannot be
-        read, or None.
+        read, or None. All pixels of such a row are black.
+
+    Raises:
+        StorageError: A file of an image cannot be read now, but perhaps later.
     """
     data, cropper = config.data, _cropper(config)
     squares = np.zeros((len(images), 3, data.stored_size, data.stored_size), np.uint8)
@@ -443,12 +461,14 @@ def _cropper(config: Config) -> Cropper:
 def _encode(config: Config, encoder: nn.Module, images: Tensor) -> Tensor:
     """Compute the features of normalized images in batches.
 
-    On a CPU all batches have one size: the last one is filled up with black images.
+    On a CPU all batches have one size, 8 images: the last one is filled up with zeros.
+    On a GPU a batch has at most 256 images. The precision "bf16" computes in bfloat16.
 
     Args:
         config: The configuration of the run.
-        encoder: The encoder in eval mode on its device, or a :class:`Runtime` of it.
-        images: (B, 3, S, S), on the encoder's device.
+        encoder: The encoder in eval mode on its device, or a :class:`Runtime` of it,
+            which divides the images itself.
+        images: float32 (B, 3, S, S), normalized, on the encoder's device.
 
     Returns:
         Features float32 (B, D) on the CPU.
@@ -478,7 +498,7 @@ def _plain_views(config: Config, pixels: Tensor) -> Tensor:
             S), then crops that are not used here.
 
     Returns:
-        (n, 3, S, S), on the device of ``pixels``.
+        float32 (n, 3, S, S) with the S of :func:`side`, on the device of ``pixels``.
     """
     data = config.data
     squares = pixels[:, : _square_bytes(config)].unflatten(
@@ -488,12 +508,18 @@ def _plain_views(config: Config, pixels: Tensor) -> Tensor:
 
 
 def side(config: Config) -> int:
-    """Return the side S of the evaluation view in pixels."""
+    """Return the side S of the evaluation view in pixels.
+
+    It is the side of a large view, or that of the stored squares if that is smaller.
+    """
     return min(config.augment.large.size, config.data.stored_size)
 
 
 def split_rows(rows: np.ndarray) -> list[np.ndarray]:
-    """Split row numbers int64 (n,) into chunks of :data:`CHUNK_ROWS`, in order."""
+    """Split row numbers int64 (n,) into chunks of :data:`CHUNK_ROWS` (128), in order.
+
+    The last chunk may be smaller. Without rows there is one empty chunk.
+    """
     return np.split(rows, np.arange(CHUNK_ROWS, len(rows), CHUNK_ROWS))
 
 
@@ -512,14 +538,21 @@ def compute_local(
         threads: Number of threads.
 
     Yields:
-        The features of consecutive rows, in order.
+        The features of up to :data:`CHUNK_ROWS` consecutive entries of ``rows``, in
+        order.
 
     Raises:
-        ConfigError: The encoder returns numbers that are not finite.
+        ConfigError: The encoder returns numbers that are not finite, or a file that
+            holds many images cannot be read.
+        StorageError: A file of an image cannot be read now, but perhaps later.
     """
 
     def compute(rows: np.ndarray) -> Chunk:
-        """Encode a chunk with one thread of PyTorch."""
+        """Encode a chunk, after setting PyTorch's number of threads to 1 here.
+
+        Args:
+            rows: The numbers of the rows of the chunk, int64 (n,).
+        """
         torch.set_num_threads(1)
         return encode_chunk(job, encoder, rows)
 
@@ -530,19 +563,22 @@ def compute_local(
 def image_versions(images: Images, rows: np.ndarray) -> pa.Array:
     """Return a text for each image that changes if the image changes.
 
-    It holds the size and the modification time of the file, or of the file that images
-    are stored together in. Remote files that were named one by one take a request each.
-    Images in memory have no time; their pixels or bytes are hashed.
+    It holds the stored size of the image in bytes, and the modification time in ns of
+    its file, or of the file that images are stored together in. Times that are not
+    known are looked up only if all these images are files of their own, with a request
+    for each remote file; otherwise they are -1. An image in memory has the time 0, and
+    a hash of its pixels or bytes in place of the size.
 
     Args:
         images: The images of all rows.
         rows: int64 (n,), numbers of rows.
 
     Returns:
-        An Arrow array of n large strings.
+        An Arrow array of n large strings, such as '1804 1719900000000000000'.
 
     Raises:
-        ConfigError: Remote storage refuses a request.
+        ConfigError: Remote storage refuses a request, or a file that holds many images
+            cannot be read.
     """
     content = images.content_keys(rows)
     if not isinstance(content, pa.Array):
@@ -597,7 +633,9 @@ class FeatureCache:
     def read(self) -> tuple[Tensor, np.ndarray]:
         """Read the features of all N rows that the cache has.
 
-        A file that is damaged is removed, and a warning is logged.
+        A row is found by its id, the version of its image (:func:`image_versions`) and
+        its number of views. A file that is damaged is removed, and a warning is logged.
+        Its rows count as rows that the cache lacks.
 
         Returns:
             Features float32 (N, 1 + V, D), the evaluation view and V random views of
@@ -626,7 +664,13 @@ class FeatureCache:
             bounds = np.searchsorted(found[order], starts)
 
             def copy(number: int) -> None:
-                """Copy the features of one file, unless the file is damaged."""
+                """Copy the features of one file into ``features``.
+
+                Its rows are marked in ``is_read``, unless the file is damaged.
+
+                Args:
+                    number: The index of the file in ``names``.
+                """
                 rows = order[bounds[number] : bounds[number + 1]]
                 table = self._read_columns(names[number], ["embedding"])
                 if table is None:
@@ -647,9 +691,10 @@ class FeatureCache:
         """Write the features of some rows to a new file, which appears whole.
 
         Args:
-            rows: int64 (n,), numbers of the rows.
+            rows: int64 (n,), numbers of the rows, which must be readable.
             features: float32 (n, 1 + V, D), the evaluation view and V random views of
-                each row. Of a row without random views only the first one is written.
+                each row. Of a row without random views, such as a test row, only the
+                evaluation view is written.
 
         Raises:
             StorageError: The file cannot be written.
@@ -661,7 +706,9 @@ class FeatureCache:
             write_vectors(self._storage.below(name), features, counts, columns)
 
     def write_facts(self) -> None:
-        """Write ``facts.json``, for people who look at the folder.
+        """Write ``facts.json``, for people who look at the folder of the cache.
+
+        The file is replaced if it exists. It is never read.
 
         Raises:
             StorageError: The folder cannot be written.
@@ -672,7 +719,13 @@ class FeatureCache:
             self._storage.write(f"{self._job.folder}/facts.json", text.encode())
 
     def _read_index(self, name: str) -> _Index:
-        """Read which images a file of features holds; none if it is damaged."""
+        """Read which images a file of features holds, and where.
+
+        The result has no images if the file is damaged, which is then removed.
+
+        Args:
+            name: The name of the file in the folder of the cache.
+        """
         table = self._read_columns(name, ["id", "version", "view"])
         if table is None:
             return _Index(pa.array([], pa.large_string()), np.arange(0))
@@ -690,8 +743,9 @@ class FeatureCache:
             columns: The names of the columns.
 
         Returns:
-            The table, or None if the file is damaged, which is then removed. A file is
-            also damaged if it lacks a column or its vectors do not have D numbers.
+            The table, or None if the file is damaged or cannot be read. A warning is
+            then logged, and the file is removed. A file is also damaged if it lacks a
+            column or its vectors do not have D numbers.
         """
         path = f"{self._job.folder}/{name}"
         kind = pa.list_(pa.float32(), self._job.num_features)
@@ -712,12 +766,12 @@ class FeatureCache:
 
 @contextmanager
 def _naming_the_option() -> Iterator[None]:
-    """Name the option ``--compute.cache`` in a StorageError of the block.
+    """Add the option ``--compute.cache`` to the message of a StorageError.
 
     The user can store features elsewhere by this option.
 
     Raises:
-        StorageError: The ``with`` block raises one.
+        StorageError: The ``with`` block raises one. Its message is kept, and extended.
     """
     try:
         yield
@@ -734,16 +788,19 @@ def cached_features(
 ) -> tuple[Tensor, list[str | None]]:
     """Return the features of all rows, from a cache or computed now.
 
-    Rows that were encoded are written to the cache every few seconds, and also when
-    ``compute`` raises an error, so that a later call encodes only the other rows.
+    Rows that were encoded and can be read are written to the cache after 32 MiB or 10 s
+    of new features, at the end, and also when ``compute`` raises an error, so that a
+    later call encodes only the other rows. If the cache lacks any row, ``facts.json``
+    is written first. Rows that cannot be read are encoded again in each call.
 
     Args:
         cache: The cache of the N rows.
         compute: Encodes the rows that the cache lacks. It is called once with their
             numbers, int64 (n,) in ascending order, and yields a :class:`Chunk` for some
             rows at a time. It is not called if the cache has all rows.
-        on_progress: Called with two numbers: the rows that are done, and all N rows.
-            By default nothing is called.
+        on_progress: Called with two numbers: the rows that are done (with those of the
+            cache), and all N rows. It is called before the first chunk and after each
+            one, and not at all if the cache has all rows.
 
     Returns:
         Features float32 (N, 1 + V, D) with D numbers for each view: first the
@@ -802,7 +859,7 @@ def cache_directory(config: Config) -> str:
     """Return the path or URI of the directory in which features are kept.
 
     It is ``compute.cache``, or else the environment variable UNO_CACHE, or else the
-    folder ``uno`` in XDG_CACHE_HOME or in ``~/.cache``.
+    folder ``uno`` in XDG_CACHE_HOME or in ``~/.cache``. It is not created here.
 
     Args:
         config: The configuration of the run.

@@ -122,7 +122,8 @@ def full_path(path: str) -> str:
 def valid_text(name: str) -> str:
     """Return a file name as text that can be encoded as UTF-8.
 
-    Bytes that are not UTF-8, and half surrogate pairs, become backslash escapes.
+    Bytes that are not UTF-8, and half surrogate pairs, become backslash escapes. Other
+    text is unchanged.
 
     Args:
         name: File name, with surrogate escapes for bytes that are not UTF-8.
@@ -154,7 +155,7 @@ def parse_json(data: str | bytes) -> Any:
 def require_regular(path: str | bytes) -> None:
     """Check that a local path is a regular file or a directory.
 
-    Opening a FIFO, a device or a socket may block forever.
+    The check exists because opening a FIFO, a device or a socket may block forever.
 
     Args:
         path: The local path. A link counts as what it leads to.
@@ -187,18 +188,20 @@ def kind(path: str) -> str:
 def walk(root: str, follow_links: bool = False) -> Iterator[FileEntry]:
     """Yield the files below ``root`` in the order of their relative paths.
 
-    All folders below ``root`` are searched. Hidden files are left out. Links to files
-    and folders inside ``root`` are followed in any case, except that a link to a folder
-    around it is left out, so that loops end. A link whose target does not exist is a
-    file of size -1.
+    All folders below ``root`` are searched. Hidden files and folders are left out:
+    their names begin with '.', or are __MACOSX. Links to files and folders inside
+    ``root`` are followed in any case, except that a link to a folder around it is left
+    out, so that loops end. A link whose target does not exist is a file of size -1.
+    Devices, sockets and the like are left out.
 
     Args:
         root: Local folder or URI.
         follow_links: Whether a link may also lead out of a local ``root``.
 
     Raises:
-        ConfigError: There are more than MAX_ROWS files, a folder cannot be listed, or a
-            link leads out of ``root`` and ``follow_links`` is False.
+        ConfigError: There are more than MAX_ROWS files, a folder cannot be listed or
+            ``root`` is missing, or a link leads out of a local ``root`` and
+            ``follow_links`` is False. It is raised when the consumer comes to it.
     """
     files = _walk_remote(root) if is_uri(root) else _walk_local(root, follow_links)
     for number, file in enumerate(files):
@@ -210,8 +213,9 @@ def walk(root: str, follow_links: bool = False) -> Iterator[FileEntry]:
 def _walk_local(root: str, follow_links: bool) -> Iterator[FileEntry]:
     """Yield the files below a local folder in the order of their relative paths.
 
-    Hidden files are left out. A link to a folder that is being listed is left out, so
-    loops of links end.
+    Hidden files and folders are left out, and so are devices, sockets and the like. A
+    link to a folder that is being listed is left out, so loops of links end. A link
+    whose target does not exist is a file of size -1.
 
     Args:
         root: The local folder.
@@ -226,12 +230,16 @@ def _walk_local(root: str, follow_links: bool) -> Iterator[FileEntry]:
     def walk_folder(
         folder: str, relative: str, above: frozenset[str]
     ) -> Iterator[FileEntry]:
-        """Yield the files below a folder.
+        """Yield the files below a folder, none if it is among ``above`` (a loop).
 
         Args:
             folder: Path of the folder.
             relative: Its path below the root, '' or with '/' at the end.
-            above: Paths without links of the folders that lead to it.
+            above: Paths, without links, of the folders that lead to it.
+
+        Raises:
+            ConfigError: The folder cannot be listed, or a link leads out of the root
+                and ``follow_links`` is False.
         """
         real = os.path.realpath(folder)
         if real in above:
@@ -262,7 +270,7 @@ def _walk_local(root: str, follow_links: bool) -> Iterator[FileEntry]:
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
-    """Return whether an entry is a folder or a link to a folder.
+    """Return whether an entry of a directory is a folder or a link to a folder.
 
     A link that leads to itself is neither.
     """
@@ -272,8 +280,9 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 def _walk_remote(root: str) -> Iterator[FileEntry]:
     """Yield the files below a URI in the order of their relative paths.
 
-    Hidden files are left out. The folders of the first levels are listed at the same
-    time, and one request lists all files below each folder of the last of these levels.
+    Hidden files and folders are left out. The folders of the first levels are listed
+    at the same time, and one request lists all files below each folder of the last of
+    these levels. All requests are made before the first file is yielded.
 
     Args:
         root: The URI of the folder.
@@ -323,10 +332,12 @@ def children(root: str) -> tuple[list[str], list[str]]:
         root: Local folder or URI.
 
     Returns:
-        Names of the folders and names of the files, each sorted, without hidden ones.
+        Names of the folders and names of the files, each sorted, without hidden ones
+        (their names begin with '.', or are __MACOSX). A remote folder that does not
+        exist counts as empty.
 
     Raises:
-        ConfigError: The folder cannot be listed.
+        ConfigError: The folder cannot be listed, or is local and does not exist.
     """
     with reading(root):
         entries = _entries(*locate(root))
@@ -336,16 +347,17 @@ def children(root: str) -> tuple[list[str], list[str]]:
 
 
 def _entries(files: Any, inner: str | bytes) -> list[tuple[str, bool]]:
-    """Return the sorted names in a folder, each with whether it is a folder.
+    """Return the sorted names in a folder, each with whether it names a folder.
 
-    In remote storage a folder that does not exist counts as empty.
+    Hidden files are included, and a link to a folder counts as a folder. In remote
+    storage a folder that does not exist counts as empty.
 
     Args:
         files: A ``pyarrow.fs.FileSystem``, the first result of :func:`locate`.
         inner: Path inside the file system, ``bytes`` for a local folder.
 
     Raises:
-        OSError: The folder cannot be listed.
+        OSError: The folder cannot be listed, or is local and does not exist.
     """
     if isinstance(inner, bytes):  # local: names need not be text
         with os.scandir(os.fsdecode(inner)) as entries:
@@ -361,7 +373,7 @@ def join(root: str, *parts: str) -> str:
 
     Args:
         root: Local folder or URI. Options of a URI, from '?' on, stay at its end.
-        *parts: Names, which are percent-encoded in a URI.
+        *parts: Names, or relative paths with '/', which are percent-encoded in a URI.
     """
     if not is_uri(root):
         return os.path.join(root, *parts)
@@ -437,7 +449,7 @@ def open_file(path: str) -> Any:
         path: Local path or URI.
 
     Returns:
-        A ``pyarrow.NativeFile``.
+        A ``pyarrow.NativeFile``, which the caller closes.
 
     Raises:
         OSError: The file cannot be opened, or is not a regular file.
@@ -490,18 +502,23 @@ def resolver(root: str, follow_links: bool = False) -> Callable[[str], str | Non
         follow_links: Whether a link inside ``root`` may lead to a file outside it.
 
     Returns:
-        A function from a relative path to the full path, which need not exist. It
-        returns None for a URI, and for a path that leaves ``root`` by '..' or (without
-        ``follow_links``) by a link. An absolute path is accepted if ``root`` is local
-        and it is inside ``root``. Without ``follow_links`` the function remembers where
-        the links of a folder lead: if they change later, it does not notice.
+        A function from a relative path to the full path, which need not exist. Without
+        ``follow_links`` the links in a local path are replaced by what they lead to.
+        The function returns None for a URI, for a path with a NUL character, and for a
+        path that leaves ``root`` by '..' or (without ``follow_links``) by a link. An
+        absolute path is accepted if ``root`` is local and it is inside ``root``.
+        Without ``follow_links`` the function remembers where the links of a folder
+        lead: if they change later, it does not notice.
     """
     base = "" if is_uri(root) else os.path.realpath(root).rstrip("/") + "/"
     named = os.path.abspath(root).rstrip("/") + "/"
     folders: dict[str, str] = {}
 
     def find(relative: str) -> str | None:
-        """Return the full path of ``relative``, or None if it is outside the root."""
+        """Return the full path of ``relative``, which need not exist.
+
+        None if it is outside the root, is a URI or has a NUL character.
+        """
         if is_uri(relative) or "\0" in relative:
             return None
         if not base:
@@ -532,8 +549,9 @@ def stat_of(path: str) -> tuple[int, int]:
         path: Local path or URI.
 
     Returns:
-        Size in bytes and modification time in ns since 1970. (-1, 0) for a missing
-        local file; (-1, -1) for a URI, since a request for each file takes too long.
+        Size in bytes and modification time in ns since 1970. A link counts as what it
+        leads to. (-1, 0) for a local file that is missing or cannot be looked up;
+        (-1, -1) for any URI, since a request for each file takes too long.
     """
     try:
         found = None if is_uri(path) else os.stat(path)
@@ -552,8 +570,8 @@ def with_remote_facts(files: Sequence[FileEntry]) -> list[FileEntry]:
         files: Files, of which the remote ones are in the same storage.
 
     Returns:
-        The files in the same order. A file that is local, has a time, or is missing
-        stays as it is.
+        The files in the same order. A file that is local, has a time (not -1), or is
+        missing stays as it is.
 
     Raises:
         ConfigError: The storage refuses a request.
@@ -598,7 +616,7 @@ def locate(path: str) -> tuple[Any, Any]:
 
 @lru_cache(maxsize=16)
 def _connect(host: str, options: str) -> tuple[Any, str]:
-    """Connect to the file system of a URI.
+    """Connect to the file system of a URI. The last 16 connections are kept.
 
     Requests that fail are repeated: to S3 for about a minute, to other storage as
     pyarrow decides.
@@ -628,6 +646,8 @@ def _connect(host: str, options: str) -> tuple[Any, str]:
 
 def upload_pause_s(num_bytes: int, least_s: float) -> float:
     """Return the pause between two uploads of a file that grows, in seconds.
+
+    It is the time for ``num_bytes`` at 256 KiB per second, and at least ``least_s``.
 
     An object store cannot append, so each upload has the whole file. With a pause that
     grows with the file, the number of uploaded bytes is proportional to the time, and
@@ -698,12 +718,14 @@ class Storage:
         self.root = os.fsdecode(inner)
 
     def check(self) -> None:
-        """Check before every change of a file that changes are still allowed.
+        """Do nothing, because this class allows every change.
 
-        This class allows every change. A subclass overrides the method.
+        Other methods call it before they change a file, except for
+        :meth:`write_if_absent` on a local file system. A subclass overrides it to
+        refuse changes.
 
         Raises:
-            StorageError: A subclass does not allow the change.
+            StorageError: A subclass does not allow changes any more.
         """
 
     def path(self, name: str) -> str:
@@ -724,7 +746,7 @@ class Storage:
         return join(self.uri, name) if name else self.uri
 
     def exists(self, name: str = "") -> bool:
-        """Return whether there is a file or directory of a name.
+        """Return whether there is a file, a directory or a special file of a name.
 
         Args:
             name: Its path below the root; '' for the root itself.
@@ -740,6 +762,9 @@ class Storage:
         Args:
             name: The path of the directory below the root; '' for the root itself. A
                 directory that does not exist counts as empty.
+
+        Raises:
+            StorageError: The directory cannot be listed, or is a local file.
         """
         if self.is_local and not self.exists(name):
             return []
@@ -754,7 +779,8 @@ class Storage:
             max_bytes: Largest size in bytes; None for any size.
 
         Raises:
-            StorageError: The file cannot be read, or is larger than ``max_bytes``.
+            StorageError: The file does not exist, cannot be read, or is larger than
+                ``max_bytes``.
         """
         data = self.find(name, max_bytes)
         if data is None:
@@ -764,7 +790,7 @@ class Storage:
     def find(self, name: str, max_bytes: int | None = None) -> bytes | None:
         """Return the content of a file, or None if it does not exist.
 
-        No request of its own is made to learn whether the file exists.
+        The file is opened at once: there is no separate request for its existence.
 
         Args:
             name: Name of the file.
@@ -796,8 +822,9 @@ class Storage:
             A ``pyarrow.NativeFile``.
 
         Raises:
-            StorageError: The file cannot be read. An OSError or ArrowException that is
-                raised inside the block becomes a StorageError, too.
+            StorageError: The file does not exist or cannot be read. An OSError,
+                UnicodeError or ArrowException that is raised inside the block becomes a
+                StorageError, too.
         """
         with self._errors("read", name), self._open(name) as file:
             yield file
@@ -814,7 +841,9 @@ class Storage:
         return self._fs.open_input_file(inner)
 
     def write(self, name: str, data: bytes) -> None:
-        """Create or replace a file. After the call the whole file is on the disk.
+        """Create or replace a file. After the call the whole file is stored.
+
+        A local file is then on the disk (fsync).
 
         Args:
             name: Name of the file. Missing directories are created.
@@ -832,15 +861,15 @@ class Storage:
         """Create a file unless there is one of that name.
 
         Of several writers at the same moment only one gets True on a local file system.
-        In remote storage several may get True. A process that is killed during the call
-        may leave a part of the file.
+        In remote storage several may get True, and the last one wins. A process that is
+        killed during the call may leave a part of a local file.
 
         Args:
-            name: Name of the file.
+            name: Name of the file. Missing directories are created.
             data: The content.
 
         Returns:
-            Whether the file was created.
+            Whether the file was created. Otherwise nothing was changed.
 
         Raises:
             StorageError: The file cannot be written.
@@ -873,6 +902,8 @@ class Storage:
 
         Raises:
             StorageError: The file cannot be written, or the temporary folder is full.
+                An OSError, UnicodeError or ArrowException that is raised inside the
+                block becomes a StorageError, too.
         """
         self.check()
         if self.is_local:
@@ -903,6 +934,9 @@ class Storage:
         Args:
             name: Name of the file.
             data: The content, as bytes or another buffer.
+
+        Raises:
+            StorageError: The file cannot be written.
         """
         self.check()
         with self._errors("write", name):
@@ -915,14 +949,16 @@ class Storage:
 
         An object store cannot append, so the whole file is read and written again. Use
         this method there for small files only. Files that grow during training are
-        uploaded with pauses of :func:`upload_pause_s`.
+        uploaded with pauses of :func:`upload_pause_s`. A local file is appended to in
+        place, and a process that is killed may leave a part of ``data`` in it.
 
         Args:
-            name: Name of the file.
+            name: Name of the file. Missing directories are created.
             data: The bytes to add.
 
         Raises:
-            StorageError: The file cannot be written.
+            StorageError: The file cannot be written, or read again, or is not a regular
+                file.
         """
         if not self.is_local:
             return self.write(name, (self.find(name) or b"") + data)
@@ -937,13 +973,13 @@ class Storage:
     def delete(self, name: str) -> None:
         """Delete a file, or a directory with all that is in it.
 
-        Nothing happens if there is none of that name.
+        Nothing happens if there is none of that name, or if it is a special file.
 
         Args:
-            name: Its path below the root.
+            name: The path of the file or directory below the root.
 
         Raises:
-            StorageError: It cannot be deleted.
+            StorageError: The file or directory cannot be deleted.
         """
         self.check()
         found = self._info(name).type
@@ -956,15 +992,18 @@ class Storage:
     def move(self, name: str, target: str) -> None:
         """Move a file, or a directory with all that is in it, and replace ``target``.
 
-        Local files are renamed. Object stores have no rename: all files are copied and
-        then deleted.
+        Local files are renamed; a local directory at ``target`` is deleted before a
+        directory is moved there. Object stores have no rename: all files are copied and
+        then deleted. Files of a remote directory ``target`` that are not overwritten
+        stay there.
 
         Args:
-            name: Name of the file or directory.
+            name: Name of the file or directory. A name that does not exist is an error
+                on a local file system, and nothing happens in remote storage.
             target: The new name. Missing directories are created.
 
         Raises:
-            StorageError: It cannot be moved.
+            StorageError: The file or directory cannot be moved.
         """
         self.check()
         infos = [self._info(name)]
@@ -986,7 +1025,7 @@ class Storage:
         self.delete(name)
 
     def _make_folder(self, name: str) -> None:
-        """Create the directory of a file, unless the storage has no directories."""
+        """Create the directory that a file is in, unless the storage has none."""
         if not self._fs.type_name.startswith(FLAT):
             self._fs.create_dir(os.path.dirname(self._inner(name)), recursive=True)
 
@@ -999,7 +1038,11 @@ class Storage:
         return os.fsencode(self.path(name)) if self.is_local else self.path(name)
 
     def _info(self, name: str) -> Any:
-        """Return pyarrow's ``FileInfo`` of ``name``, whether it exists or not."""
+        """Return pyarrow's ``FileInfo`` of ``name``, whether it exists or not.
+
+        Raises:
+            StorageError: The storage cannot be reached or refuses to answer.
+        """
         with self._errors("look up", name):
             return self._fs.get_file_info(self._inner(name))
 
@@ -1019,7 +1062,7 @@ def user_cache() -> str:
     """Return the cache directory of the user, a path or URI.
 
     It is the environment variable ``UNO_CACHE`` if that is set, else ``uno`` in
-    ``XDG_CACHE_HOME`` or in ``~/.cache``.
+    ``XDG_CACHE_HOME`` or in ``~/.cache``. The directory is not created.
     """
     user = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "uno")
     return normalize_path(os.environ.get(CACHE_VARIABLE) or user)
@@ -1030,7 +1073,8 @@ def reserve_space(file: Any, size: int) -> None:
 
     A process that writes to a memory map of a file is ended by the system when the disk
     is full, so a lack of space must be found before. On systems that cannot reserve
-    space, such as macOS, ``size`` is only compared with the free space.
+    space, such as macOS, ``size`` is only compared with the free space, and the file is
+    extended without reserved space.
 
     Args:
         file: Local file that is open for writing.
@@ -1063,7 +1107,7 @@ def create_local(path: Path) -> Iterator[Any]:
         A writable binary stream.
 
     Raises:
-        OSError: The file cannot be written.
+        OSError: The file cannot be written. Errors of the block are passed on.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")

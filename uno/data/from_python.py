@@ -23,7 +23,8 @@ LIST_METHODS = ("to_pylist", "to_list", "tolist")
 def float_vectors(given: Any, what: str) -> Tensor:
     """Convert numbers that a caller passes as vectors to a float32 tensor.
 
-    Values that are missing become NaN, so that the row is reported as unusable.
+    Missing values become NaN, and numbers that are too large for float32 become
+    infinite. They are not refused here: the caller reports such rows as unusable.
 
     Args:
         given: Numbers (N, D), or (N, V, D) with V views of each row: an array, a
@@ -35,8 +36,9 @@ def float_vectors(given: Any, what: str) -> Tensor:
         float32 (N, V, D) on the CPU. The tensor may share its memory with ``given``.
 
     Raises:
-        ConfigError: ``given`` does not hold such numbers, is empty (N, V or D is 0), or
-            is sparse.
+        ConfigError: ``given`` holds something else than integers and floats (booleans
+            and complex numbers are refused, too), has rows of different lengths or
+            another number of dimensions, is empty (N, V or D is 0), or is sparse.
     """
     if hasattr(given, "toarray") and hasattr(given, "nnz"):  # scipy.sparse has both
         raise ConfigError(
@@ -69,7 +71,8 @@ def _float_array(given: Any, what: str) -> np.ndarray:
 
     Returns:
         float32, in native byte order and contiguous memory, with the number of
-        dimensions of ``given``, which is not checked. Masked values are NaN.
+        dimensions of ``given``, which is not checked. Masked values are NaN, and
+        numbers that are too large are infinite.
 
     Raises:
         ConfigError: ``given`` does not hold real numbers in rows of equal length.
@@ -95,7 +98,10 @@ def _stacked(array: np.ndarray) -> np.ndarray:
 
     Args:
         array: (N,), where each object is a vector; or an array of any shape of Python's
-            numbers.
+            numbers, or of text that is a number. None is NaN.
+
+    Returns:
+        (N, D) for N vectors of length D, otherwise the shape of ``array``.
 
     Raises:
         ValueError: The vectors have different lengths, or a text is no number.
@@ -113,7 +119,8 @@ def _fix(given: Any) -> str:
         given: The table or column, as a caller passes it.
 
     Returns:
-        Text that ends an error message, '' if there is no advice.
+        Text that ends an error message: for anything with ``columns`` to pass its
+        numbers alone, for a column or list to stack its vectors; '' otherwise.
     """
     if hasattr(given, "columns"):
         return (
@@ -141,30 +148,35 @@ def class_names(labels: Any) -> list[str | None]:
     """Return the class of each row, and None for a row without a label.
 
     A label is a name, a whole number or a truth value. No label is given by None, NaN,
-    an empty text, a negative number, a masked value, or the missing value of pandas,
-    polars or pyarrow.
+    a blank text, a negative number, a masked value, or the missing value of pandas,
+    polars or pyarrow. If every label is a number or the text of one, text is read as a
+    number, so "1.0" and 1 are one class.
 
     Args:
         labels: A list, array, tensor or column of N labels.
 
+    Returns:
+        N names, such as 'cat', '3' for a number and 'True'; and None.
+
     Raises:
-        ConfigError: ``labels`` is no list or column, or holds something else.
+        ConfigError: ``labels`` is no list or column, or holds a fraction, an infinite
+            number, or something that is neither text nor a number nor a boolean.
     """
     return encode_labels("labels", values_of(labels, "labels")).to_pylist()
 
 
 def distinct_ids(ids: Any) -> list[str]:
-    """Return the id of each row as text.
+    """Return the id of each row as text, and check that no two are equal.
 
     Args:
-        ids: A list, array, tensor or column of N ids.
+        ids: A list, array, tensor or column of N ids. A number becomes its text.
 
     Returns:
         N different texts.
 
     Raises:
-        ConfigError: ``ids`` is no list or column, an id is missing (None, NaN or blank
-            text), or two are equal.
+        ConfigError: ``ids`` is no list or column, an id is missing (None, NaN, blank
+            text or the missing value of another library), or two are equal as text.
     """
     names = list[str]()
     for row, name in enumerate(values_of(ids, "ids")):
@@ -183,12 +195,17 @@ def distinct_ids(ids: Any) -> list[str]:
 def values_of(given: Any, what: str) -> list[Any]:
     """Return a list or column of scalars as a list of Python objects.
 
+    Scalars of NumPy, PyTorch and pyarrow are converted. Other items of any type are
+    returned as they are, and are not checked.
+
     Args:
-        given: A list, an array or tensor (N,), or a column of another library.
+        given: A list or another iterable, an array or tensor (N,), or a column of
+            another library.
         what: The name of the argument, for messages.
 
     Raises:
-        ConfigError: ``given`` is no list or column.
+        ConfigError: ``given`` is a table, a mapping, a text, a scalar, or an array with
+            another number of dimensions than one.
     """
     if hasattr(given, "columns") or isinstance(given, Mapping):
         kind = type(given).__name__

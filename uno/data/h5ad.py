@@ -41,22 +41,27 @@ UNREADABLE = (
 def read_h5ad(path: str, options: ReadOptions) -> VectorFile:
     """Read an array of an .h5ad file as embeddings, and columns of its ``obs``.
 
-    The name of a cell is the id of its row. Without an option the array is ``X_pca`` of
-    ``obsm``, else the only array of ``obsm``. The option can name another array of
-    ``obsm`` as the column ``embedding``, or ``X`` for the matrix ``X`` itself. The
-    array must be dense.
+    The id of a row is the value of the column ``id`` of ``obs`` if there is one, else
+    the name of the cell. Without an option the array is ``X_pca`` of ``obsm``, else the
+    only array of ``obsm``. ``options.columns`` can name another array of ``obsm`` as
+    "embedding", or ``X`` for the matrix ``X`` itself. The array must be dense.
 
     Args:
         path: Path or URI of the file.
-        options: How the source is read: the names of its columns.
+        options: How the source is read. Only its ``columns`` are used.
 
     Returns:
-        The vectors of the cells, and the columns of ``obs`` that have a meaning, such
-        as labels.
+        The vectors of the cells as float32 (N, D), a note that names their array, and
+        those columns of ``obs`` that have a standard name or that ``options.columns``
+        names: id, label, eval_label, split, path or image, and text.
 
     Raises:
-        ConfigError: The file cannot be read, an array or column is not there or is not
-            clear, or two cells have one name.
+        ConfigError: The file cannot be read or has the layout of an old anndata, an
+            array or column is missing, several arrays could be meant, the array is
+            sparse or holds no numbers, or two cells have one name and there is no
+            column ``id``.
+        StorageError: The disk has no space for the vectors.
+        ModuleNotFoundError: h5py is not installed.
     """
     import h5py  # of the extra h5ad
 
@@ -81,8 +86,12 @@ def _read_cells(path: str, file: Any, options: ReadOptions) -> VectorFile:
         options: How the source is read.
 
     Raises:
-        ConfigError: The file has an old layout, an array or column is not there or is
-            not clear, or two cells have one name.
+        ConfigError: The file has an old layout, an array or column is missing, several
+            arrays could be meant, the array is sparse or holds no numbers, or two cells
+            have one name and there is no column of ids.
+        KeyError: A member of the file is missing. h5py also raises other errors of
+            :data:`UNREADABLE` for damaged files.
+        StorageError: The disk has no space for the vectors.
     """
     obs = _open_member(file, "obs")
     if "column-order" not in obs.attrs or "__categories" in obs:
@@ -155,8 +164,9 @@ def _open_member(group: Any, name: str) -> Any:
         name: The name of the member.
 
     Raises:
-        KeyError: There is no such member.
-        ValueError: Its data is in another file, which may be any file of the disk.
+        KeyError: There is no such member, or ``name`` has a '/'.
+        ValueError: The member is a soft or external link, or its data is in other
+            files, which may be any files of the disk.
     """
     import h5py
 
@@ -173,7 +183,10 @@ def _open_member(group: Any, name: str) -> Any:
 
 
 def _is_array(node: Any) -> bool:
-    """Return whether a dataset or group of HDF5 is a matrix, dense or sparse."""
+    """Return whether a dataset or group of HDF5 is a matrix, dense or sparse.
+
+    Sparse ones are groups with an encoding type that ends in "_matrix".
+    """
     is_sparse = str(node.attrs.get("encoding-type", "")).endswith("_matrix")
     return is_sparse or len(getattr(node, "shape", ())) == 2
 
@@ -183,10 +196,14 @@ def _read_matrix(path: str, node: Any) -> np.ndarray:
 
     Args:
         path: Path of the file, for the error message.
-        node: The dataset.
+        node: The dataset, or the group of a sparse matrix.
+
+    Returns:
+        An array in memory or, if it is large, in a mapped file without a name.
 
     Raises:
-        ConfigError: It does not hold numbers, or is a sparse matrix.
+        ConfigError: The node is a sparse matrix, is empty, or does not hold numbers.
+        StorageError: The disk has no space for the array.
     """
     if not hasattr(node, "shape"):
         raise ConfigError(
@@ -202,7 +219,18 @@ def _read_matrix(path: str, node: Any) -> np.ndarray:
 
 
 def _read_column(node: Any) -> Any:
-    """Read a column of ``obs`` as an Arrow array (N,). Missing values are null."""
+    """Read a column of ``obs`` as an Arrow array (N,). Missing values are null.
+
+    Args:
+        node: A dataset of text, numbers or booleans; or a group with categories and
+            their codes (-1 for a missing value), or with nullable values and their
+            mask.
+
+    Raises:
+        KeyError: A member of a group is missing. h5py may raise other errors for
+            damaged files.
+        ValueError: A member of a group is a link to data elsewhere.
+    """
     import h5py
 
     kind = str(node.attrs.get("encoding-type", ""))
@@ -228,6 +256,12 @@ def format_h5ad(
         columns: Name of a column of ``obs`` -> Arrow array (N,) of text, with null for
             a missing value, or of floats.
         arrays: Name of an array of ``obsm`` -> numbers (N, D).
+
+    Returns:
+        The bytes of the file, which has no matrix ``X`` and an empty table ``var``.
+
+    Raises:
+        ModuleNotFoundError: h5py is not installed.
     """
     import h5py  # of the extra h5ad
 
