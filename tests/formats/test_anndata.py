@@ -103,6 +103,7 @@ def test_the_array_that_is_read_by_default_is_named(tmp_path):
         ({"X": VALUES}, None, "embedding=X"),
         ({"obsm": {"X_a": VALUES}}, "label=kind", "it has cell_type, X_a"),
         ({"obsm": {"X_a": VALUES}}, "embedding=X", "it has cell_type, X_a"),
+        ({"obsm": {"X_a": VALUES}}, "embedding=cell_type", "is no array.*it has X_a"),
         ({"obsm": {"X_a": VALUES}, "names": ["a"] * 6}, None, "obs_names_make_unique"),
     ],
 )

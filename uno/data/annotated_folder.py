@@ -17,7 +17,7 @@ import numpy as np
 from uno.data import files as filesystem
 from uno.data.images import is_image
 from uno.data.rows import DEFAULT_OPTIONS, SPLITS, ReadOptions, Rows
-from uno.data.tables import note_of_no_label, rows_of_table
+from uno.data.tables import check_names, note_of_no_label, rows_of_table
 from uno.data.text_tables import TextTable, read_text_table
 from uno.errors import ConfigError, one_line
 from uno.text import plural
@@ -113,14 +113,20 @@ def read_annotated_folder(root: str, options: ReadOptions = DEFAULT_OPTIONS) -> 
         lines += table.lines
         notes += [f"{relative}: {note}" for note in table.notes]
     notes.append(f"labels are those of {', '.join(tables)}")
-    if not any(merged["label"]):
+    check_names(source, others, options)
+    if not any(map(_is_given, merged["label"])):
         notes += note_of_no_label(source, [*others], names)
-    if not any(merged["eval_label"]):
+    if not any(map(_is_given, merged["eval_label"])):
         del merged["eval_label"]
     whole = TextTable(merged, lines, tuple(notes))
     # the columns have our names already
     rows = rows_of_table(source, root, root, whole, replace(options, columns={}))
     return replace(rows, warnings=_warnings_of_left_out(root, rows, options))
+
+
+def _is_given(value: Any) -> bool:
+    """Return whether a label of a table is there: not null, and no empty text."""
+    return value is not None and value != ""
 
 
 def _warnings_of_left_out(

@@ -30,6 +30,7 @@ from uno.text import plural
 
 TORCH = (".pt", ".pth")
 ARRAYS = (".npy", ".npz", *TORCH)
+OF_NUMPY = (torch.float16, torch.float32, torch.float64)  # floats that NumPy has
 # Errors that np.load raises for damaged files, and for files that it cannot read.
 UNREADABLE = (
     OSError,
@@ -179,8 +180,8 @@ def read_torch(path: str) -> np.ndarray | dict[str, np.ndarray]:
     Returns:
         The only tensor or list; or the tensors and lists of a dictionary by name, in
         which other values and sparse tensors are left out. A tensor keeps its shape and
-        its type, but bfloat16 becomes float32. A list of n items becomes an array (n,)
-        of Python objects.
+        its type, but floats that NumPy lacks, such as bfloat16, become float32. A list
+        of n items becomes an array (n,) of Python objects.
 
     Raises:
         ConfigError: The file cannot be read, has more than ``MAX_NPZ_BYTES`` (8 GiB),
@@ -206,7 +207,8 @@ def read_torch(path: str) -> np.ndarray | dict[str, np.ndarray]:
     for name, value in (content if is_named else {"": content}).items():
         if isinstance(value, Tensor) and value.layout == torch.strided:
             value = value.detach()
-            value = value.float() if value.dtype == torch.bfloat16 else value
+            if value.is_floating_point() and value.dtype not in OF_NUMPY:
+                value = value.float()  # bfloat16 and the types of 8 bits
             arrays[str(name)] = value.numpy()
         elif isinstance(value, list):
             # None makes it one column, also where the values are lists

@@ -170,11 +170,12 @@ def feature_job(config: Config, task: Task, encoder: nn.Module) -> FeatureJob:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         values = tensor.detach().cpu().contiguous().flatten()
         digest.update(values.view(torch.uint8).numpy().tobytes())
+    own = code_of(config.model.encoder, encoder)
     facts = settings(config) | {
         "version": VERSION,
         "weights": digest.hexdigest(),
-        "packages": _package_versions(config),
-        **code_of(config.model.encoder, encoder),
+        "packages": own.get("packages", {}) | _package_versions(config),
+        "code": own.get("code", {}),
     }
     return FeatureJob(config, task, encoder, facts)
 
@@ -565,8 +566,8 @@ def image_versions(images: Images, rows: np.ndarray) -> pa.Array:
 
     It holds the stored size of the image in bytes, and the modification time in ns of
     its file, or of the file that images are stored together in. Times that are not
-    known are looked up only if all these images are files of their own, with a request
-    for each remote file; otherwise they are -1. An image in memory has the time 0, and
+    known are looked up for images that are files of their own, with a request for each
+    remote file; others have the time -1. An image in memory has the time 0, and
     a hash of its pixels or bytes in place of the size.
 
     Args:
@@ -587,9 +588,9 @@ def image_versions(images: Images, rows: np.ndarray) -> pa.Array:
     times = images.times(rows)
     unknown = np.flatnonzero(times < 0)
     paths = images.paths(rows[unknown]) if len(unknown) else []
-    named = [FileEntry(path, path, -1, -1) for path in paths if path]
-    if len(named) == len(unknown) > 0:
-        times[unknown] = [file.time for file in with_remote_facts(named)]
+    has_path = np.array([bool(path) for path in paths], dtype=bool)
+    files = [FileEntry(path, path, -1, -1) for path in paths if path]
+    times[unknown[has_path]] = [file.time for file in with_remote_facts(files)]
     return joined(" ", content, decimal(times))
 
 

@@ -105,6 +105,9 @@ def _read_cells(path: str, file: Any, options: ReadOptions) -> VectorFile:
     matrix = [name for name in file if name == MATRIX and _is_array(file[name])]
     check_names(path, [*of_obs, *arrays, *matrix], options)
     array = names.get("embedding") or _choose_array(path, arrays)
+    if array not in (*arrays, *matrix):  # a column of obs
+        has = ", ".join((*arrays, *matrix)) or "none"
+        raise ConfigError(f"{path}: {array!r} is no array of vectors; it has {has}")
     parent = file if array == MATRIX else obsm
     values = _read_matrix(path, _open_member(parent, array))
     columns = {

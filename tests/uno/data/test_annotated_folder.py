@@ -72,6 +72,18 @@ def test_labels_of_another_name_are_found_with_the_option(folder):
     assert set(rows.labels.to_pylist()) == {"cat", "dog", None}
     line = failure(_task_of, f"imagefolder:{folder}")
     assert "--data.columns label=species" in line
+    wrong = DataConfig(source=f"imagefolder:{folder}", columns="label=specie")
+    line = failure(read_rows, wrong)
+    assert "label=specie: no such column; it has file_name, species" in line
+
+
+def test_the_number_0_is_a_label(folder):
+    names = ["train/a.png", "train/b.png"]
+    lines = [json.dumps({"file_name": n, "label": 0, "eval_label": 0}) for n in names]
+    (folder / "metadata.jsonl").write_text("\n".join(lines))
+    rows = read_rows(DataConfig(source=f"imagefolder:{folder}"))
+    assert rows.labels.to_pylist() == rows.eval_labels.to_pylist() == ["0", "0"]
+    assert not any("no column" in note for note in rows.notes)
 
 
 def _task_of(source: str):

@@ -167,9 +167,10 @@ def test_arrays_beside_a_table(tmp_path):
 
 def test_a_tensor_or_tensors_and_lists_of_pytorch_are_read(tmp_path):
     values = torch.from_numpy(drawn(6))
-    torch.save(values.bfloat16(), tmp_path / "one.pt")
-    rows = rows_of(f"vectors:{tmp_path}/one.pt")
-    assert torch.equal(rows.images.values[:, 0], values.bfloat16().float())
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        torch.save(values.to(dtype), tmp_path / "one.pt")
+        rows = rows_of(f"vectors:{tmp_path}/one.pt")
+        assert torch.equal(rows.images.values[:, 0], values.to(dtype).float())
     content = {
         "embedding": values.requires_grad_(),
         "label": ["a", None, "b", "", "a", "b"],
