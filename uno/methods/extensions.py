@@ -27,7 +27,7 @@ def extended_objective(state: TrainState, batch: Batch, config: Config) -> Loss:
     """Compute UNO's unified objective with added terms and a queue for Sinkhorn.
 
     The configuration says which terms are added: invariant information clustering (IIC)
-    and relational knowledge distillation (rKD). If ``state.extra`` has a "queue",
+    and class-relation knowledge distillation (rKD). If ``state.extra`` has a "queue",
     Sinkhorn assigns the unlabeled rows of the batch together with the rows of earlier
     batches in the queue, as soon as :func:`past_logits` returns these. Without terms
     and queue the result is that of :func:`uno.objective.unified_objective`.

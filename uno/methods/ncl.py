@@ -258,13 +258,13 @@ def _draw_hard_negatives(state: TrainState, query: Tensor, num_novel: int) -> Te
     Args:
         state: The state of training, with both memories, which are not changed.
         query: Unit features of this worker's unlabeled rows, (N, D).
-        num_novel: The number of novel classes. For each row 400 unlike entries of a
-            memory of 2,000 are mixed, or 50 if there are 5 novel classes, and
-            proportionally many of a memory of another size.
+        num_novel: The number of novel classes. For each row 400 unlike entries are
+            mixed, or 50 if there are 5 novel classes, and proportionally fewer of a
+            memory with less than 2,000 entries.
 
     Returns:
-        The cosines of each row with its hardest negatives, (N, n), see
-        :func:`hard_negatives`.
+        The cosines of each row with its hardest negatives, (N, n), the highest first,
+        see :func:`hard_negatives`. n is at most 400.
     """
     memory, labeled = state.extra["memory"], state.extra["labeled_memory"]
     far = NUM_FAR_OF_FIVE if num_novel == 5 else NUM_FAR
