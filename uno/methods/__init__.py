@@ -300,8 +300,8 @@ def section(method: str) -> dict[str, type[Section]]:
 def section_model(name: str) -> type[Section] | None:
     """Return the schema of a configuration section that a method adds.
 
-    A method of this package is imported for this. A method of the user must have been
-    loaded by :func:`load`.
+    A method of this package other than UNO is imported for this. A method of the user
+    must have been loaded by :func:`load`.
 
     Args:
         name: The name of the section, which is the attribute ``name`` of the method.

@@ -79,8 +79,8 @@ class ClusteringMethod(Method):
     def build_adapter(self, num_features: int) -> SpaceAdapter:
         """Build the map from features to the coordinates that are clustered.
 
-        Until :meth:`initialize` sets it, the map scales features to length one and
-        keeps the first ``MAX_DIRECTIONS`` (256) of them.
+        Until :meth:`initialize` sets it, the map scales a feature to length one and
+        keeps at most its first ``MAX_DIRECTIONS`` (256) coordinates.
 
         Args:
             num_features: The number of features of the encoder.

@@ -1,4 +1,4 @@
-"""The method of Jia et al. (ICCV 2021; arXiv 2104.12673), for one modality.
+"""The discovery method of Jia et al. (ICCV 2021; arXiv 2104.12673), one modality.
 
 The paper is "Joint representation learning and novel category discovery on single- and
 multi-modal data". The objective is that of :mod:`uno.methods.rs`, with two changes.

@@ -180,8 +180,8 @@ def num_top(num_features: int) -> int:
 def rampup_factor(state: TrainState, config: Config) -> float:
     """Return the factor of a loss weight that rises over the phase.
 
-    It is the sigmoid ramp-up :func:`uno.methods.common.sigmoid_rampup`, from 0.0067 at
-    the first step to 1.
+    It is the sigmoid ramp-up :func:`uno.methods.common.sigmoid_rampup`, from 0.0067 to
+    1.
 
     Args:
         state: The state of training, which has the progress of the phase, 0-1.

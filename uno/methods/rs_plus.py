@@ -63,8 +63,8 @@ class RsPlus(Method):
 
         The labeled rows train the joint head, and the pairs of unlabeled rows the
         cluster head. Both heads must give equal outputs for two views. The weight of
-        the pseudo-labels is 0.05 times a factor that rises to 1 in the share ``rampup``
-        of the phase.
+        the pseudo-labels is 0.05 times a factor that rises to 1 within the first share
+        ``rampup`` of the phase.
 
         Args:
             state: The state of training, with the model.

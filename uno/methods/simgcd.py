@@ -121,7 +121,10 @@ class SimGcd(Method):
         how far the mean prediction is from equal classes (:func:`compute_imbalance`, of
         all rows or of unlabeled rows as ``entropy_rows`` says), and a contrastive term
         of all rows. With labels are the cross-entropy and a contrastive term of labeled
-        rows. The contrastive terms are left out if the encoder is frozen.
+        rows. The contrastive terms are left out if the encoder is frozen. Unless the
+        setting is "gcd", the targets of unlabeled rows are zero at known outputs, and
+        with ``entropy_rows`` "unlabeled" the mean prediction is over novel outputs
+        alone.
 
         Args:
             state: The state of training, with the model.

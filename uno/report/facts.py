@@ -1,4 +1,4 @@
-"""Read metrics, environment and training history of a run, and chart the history."""
+"""Read metrics, environment and history from a run directory, and draw charts."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -107,8 +107,8 @@ class Album:
 
         Returns:
             Thumbnails of all members, or of ``max_tiles`` of them that are evenly
-            spaced in the order of confidence, the most and the least confident one
-            included. Rows without pictures have a text instead.
+            spaced in the order of confidence. Rows without pictures have a text
+            instead.
         """
         ranked = self._ranked(members)
         if len(ranked) > self.max_tiles:
