@@ -89,14 +89,16 @@ class Method:
     def loss(self, state: TrainState, batch: Batch, config: Config) -> Tensor | Loss:
         """Compute the loss of one batch, see :data:`uno.steps.LossFunction`.
 
+        Every subclass must define this; the base class raises NotImplementedError.
+
         Args:
             state: The state of training. Tensors in ``state.extra`` may be replaced.
             batch: The views of this worker's rows, labeled rows first.
             config: The configuration of the run.
 
         Returns:
-            The loss to minimize, a scalar. With several cluster heads also the loss of
-            each head.
+            The loss to minimize, a scalar. A method with several cluster heads returns
+            a :class:`uno.steps.Loss`: this scalar, and the loss of each head, (H,).
         """
         raise NotImplementedError
 
@@ -105,8 +107,9 @@ class Method:
     ) -> nn.Module:
         """Build the novel head, the module that computes the outputs of novel classes.
 
-        By default these are cosines of the feature with a prototype of each class. It
-        is not called if the method has UNO's projection heads.
+        The base class returns a :class:`uno.heads.NovelHead`, which computes cosines of
+        the feature with a prototype of each class, whether or not the encoder is
+        frozen. A method with UNO's projection heads needs no such module.
 
         Args:
             num_novel: The number of novel classes K.
@@ -114,8 +117,8 @@ class Method:
             is_frozen: Whether the encoder is frozen.
 
         Returns:
-            A module that maps features (N, D) to logits (1, N, K) and has a ``weight``
-            (1, K, ...).
+            A module that maps features (N, D) to logits (1, N, K), before the division
+            by tau, and has a ``weight`` (1, K, ...).
         """
         from uno.heads import NovelHead
 
@@ -124,14 +127,15 @@ class Method:
     def build_adapter(self, num_features: int) -> nn.Module | None:
         """Build a module that transforms the encoder's features before all heads.
 
-        By default there is none, and the result is None.
+        The known head takes the transformed features, too. The base class builds no
+        module, and returns None.
 
         Args:
             num_features: The number of features D.
 
         Returns:
             A module that maps features (N, D) to (N, W) and has an attribute ``width``,
-            which is W.
+            which is W; None if the heads take the features as they are.
         """
         return None
 
@@ -139,6 +143,8 @@ class Method:
         self, config: Config, model: UnoModel, train: TrainData
     ) -> dict[str, Tensor]:
         """Initialize the model in place before the first step, on every worker.
+
+        The base class changes nothing, and returns an empty mapping.
 
         Args:
             config: The configuration of the run.
@@ -154,7 +160,7 @@ class Method:
         """Return whether the loss needs the pretrained network as a teacher.
 
         ``state.teacher`` is then a frozen copy of the network after supervised
-        pretraining, for example for distillation. By default False.
+        pretraining, for example for distillation. The base class returns False.
 
         Args:
             config: The configuration of the run.
@@ -164,7 +170,8 @@ class Method:
     def can_be_recorded(self, config: Config) -> bool:
         """Return whether a training step can be recorded as a CUDA graph.
 
-        It can if the loss launches the same kernels in every step. By default False.
+        It can if the loss launches the same kernels in every step. The base class
+        returns False.
 
         Args:
             config: The configuration of the run.
@@ -195,14 +202,18 @@ _sections: dict[str, type[Section] | None] = {}
 
 @cache
 def load(name: str) -> Method:
-    """Return the discovery method that a name stands for.
+    """Return the discovery method that a name stands for, and cache it.
+
+    The module of the method is imported. For a method outside this package, the schema
+    of its constants is noted, so that :func:`section_model` knows its section.
 
     Args:
-        name: A key of :data:`METHODS`, such as "rs", or ``package.module:METHOD``. The
-            module is imported.
+        name: A key of :data:`METHODS`, such as "rs", or ``package.module:METHOD``.
 
     Raises:
-        ConfigError: There is no such method, or its own name is taken or no identifier.
+        ConfigError: The name has neither form; or the object that it names cannot be
+            imported, is no :class:`Method`, or has a ``name`` that is no identifier or
+            is a key of :data:`METHODS`.
     """
     method: Method = _load("method", name, METHODS, Method)
     if name not in METHODS:
@@ -217,14 +228,15 @@ def load(name: str) -> Method:
 
 @cache
 def load_pretext(name: str) -> Pretext:
-    """Return the self-supervised pretext task that a name stands for.
+    """Return the self-supervised pretext task that a name stands for, and cache it.
 
     Args:
         name: A key of :data:`PRETEXTS`, such as "rotation", or
             ``package.module:PRETEXT``. The module is imported.
 
     Raises:
-        ConfigError: There is no such task.
+        ConfigError: The name has neither form, or the object that it names cannot be
+            imported or is no :class:`Pretext`.
     """
     task: Pretext = _load("pretext.task", name, PRETEXTS, Pretext)
     return task
@@ -233,6 +245,9 @@ def load_pretext(name: str) -> Pretext:
 def _load(key: str, name: str, own: Mapping[str, str], kind: type) -> Any:
     """Import the method or pretext task that a name stands for, and return it.
 
+    For a key of ``own`` this is the object ``METHOD`` or ``PRETEXT`` of the module of
+    that name in this package.
+
     Args:
         key: The key of the configuration that has the name, for error messages.
         name: A key of ``own``, or the import path ``package.module:NAME``.
@@ -240,7 +255,8 @@ def _load(key: str, name: str, own: Mapping[str, str], kind: type) -> Any:
         kind: The type that the object must have, :class:`Method` or :class:`Pretext`.
 
     Raises:
-        ConfigError: There is no such object, or it has another type.
+        ConfigError: The name is neither a key of ``own`` nor an import path, or the
+            object at the import path cannot be imported or has another type.
     """
     attribute = kind.__name__.upper()
     if name in own:
@@ -262,15 +278,18 @@ def _load(key: str, name: str, own: Mapping[str, str], kind: type) -> Any:
 def section(method: str) -> dict[str, type[Section]]:
     """Return the section that a method adds to the configuration.
 
+    The method is imported, unless it is UNO.
+
     Args:
-        method: The name of a method.
+        method: A key of :data:`METHODS`, or ``package.module:METHOD``.
 
     Returns:
-        The pydantic schema of the section, by the name of the section; empty if the
-        method has no section.
+        A mapping with one entry: the name of the section, which is the attribute
+        ``name`` of the method, and the pydantic schema. It is empty for a method
+        without constants, and for UNO, whose constants are the section ``objective``.
 
     Raises:
-        ConfigError: There is no such method.
+        ConfigError: The method cannot be loaded, see :func:`load`.
     """
     # a plain command line imports no method, and so no torch
     if method == DEFAULT or (constants := load(method).constants) is None:
@@ -279,10 +298,13 @@ def section(method: str) -> dict[str, type[Section]]:
 
 
 def section_model(name: str) -> type[Section] | None:
-    """Return the schema of a configuration section that a method has added.
+    """Return the schema of a configuration section that a method adds.
+
+    A method of this package other than UNO is imported for this. A method of the user
+    must have been loaded by :func:`load`.
 
     Args:
-        name: The name of the section, which is also the name of the method.
+        name: The name of the section, which is the attribute ``name`` of the method.
 
     Returns:
         The pydantic schema; None if no method of this package and no loaded method of
@@ -294,21 +316,22 @@ def section_model(name: str) -> type[Section] | None:
 def default_settings(method: str, preset: str) -> dict[str, Any]:
     """Return the settings that choosing a method adds to a preset, by dotted key.
 
-    They are the name of the method, and the constants that its authors use on the data
-    of the preset. For UNO there are none, because the presets are made for it. With the
-    presets "photos" and "vectors", a method without UNO's projection heads turns off
-    what belongs to them: where prototypes start, and the class prior. A method that
-    does not train gets 0 epochs of discovery and no cached views.
+    They are the name of the method under "method", and the constants that its authors
+    use on the data of the preset. With the presets "photos" and "vectors", a method
+    without UNO's projection heads also resets what belongs to them:
+    "model.prototype_init" to "random" and "objective.class_prior" to None. A method
+    that does not train gets 0 epochs of discovery and 0 cached views.
 
     Args:
-        method: The name of the method.
+        method: A key of :data:`METHODS`, or ``package.module:METHOD``.
         preset: The name of the preset.
 
     Returns:
-        Values by key, such as "dtc.warmup".
+        Values by key, such as "dtc.warmup". For UNO the result is empty, because the
+        presets are made for it.
 
     Raises:
-        ConfigError: There is no such method.
+        ConfigError: The method cannot be loaded, see :func:`load`.
     """
     if method == DEFAULT:
         return {}
@@ -325,9 +348,9 @@ def default_settings(method: str, preset: str) -> dict[str, Any]:
 def description(name: str) -> str:
     """Return the description of a method: "rank statistics (Han et al., ICLR 2020)".
 
-    A method that is not part of this package is described by its name.
+    For a method that is not part of this package, this is ``name`` itself.
 
     Args:
-        name: The name of the method, such as "rs".
+        name: A key of :data:`METHODS`, such as "rs", or ``package.module:METHOD``.
     """
     return METHODS.get(name, name)

@@ -52,12 +52,13 @@ class SpaceAdapter(nn.Module):
 
         Features are scaled to length one, the mean is subtracted, and the result is
         multiplied by the matrix of directions (whitening and principal directions).
+        Autocast does not apply.
 
         Args:
             features: Features of the encoder, (N, D).
 
         Returns:
-            Coordinates (N, ``width``).
+            Coordinates (N, ``width``), in float32.
         """
         mean, directions = self.get_buffer("mean"), self.get_buffer("directions")
         with torch.autocast(features.device.type, enabled=False):
@@ -78,6 +79,9 @@ class ClusteringMethod(Method):
     def build_adapter(self, num_features: int) -> SpaceAdapter:
         """Build the map from features to the coordinates that are clustered.
 
+        Until :meth:`initialize` sets it, the map scales a feature to length one and
+        keeps at most its first ``MAX_DIRECTIONS`` (256) coordinates.
+
         Args:
             num_features: The number of features of the encoder.
         """
@@ -88,21 +92,30 @@ class ClusteringMethod(Method):
     ) -> dict[str, Tensor]:
         """Cluster the training features, and set the model's adapter and prototypes.
 
+        The features are those of a sample of the training rows, see
+        :func:`uno.clustering.initialization.training_features`. All workers call this;
+        rank 0 clusters.
+
         Args:
             config: The configuration of the run.
-            model: The network, which is changed in place.
+            model: The network. Its adapter and the prototypes of all known and novel
+                classes are changed in place.
             train: The training data.
 
         Returns:
             Tensors that the checkpoint keeps. "agreement" (A,) has the shares of
-            unlabeled rows on which A other clusterings agree with this one. "similar"
-            (n, 3) has the pairs of novel classes that may be parts of one class: their
-            indices and their similarity, see
-            :func:`uno.clustering.num_classes.pairs_of_one_class`. "counts" (3,) has the
-            numbers of clustered unlabeled rows, of known classes and of novel classes.
+            unlabeled rows on which A other clusterings agree with this one; it is empty
+            if there are too few rows. "similar", float64 (n, 3), has the pairs of novel
+            classes that may be parts of one class: their indices among the novel
+            classes and their similarity, see
+            :func:`uno.clustering.num_classes.pairs_of_one_class`. "counts", int64 (3,),
+            has the numbers of sampled unlabeled rows, of known classes and of novel
+            classes.
 
         Raises:
-            ConfigError: There are not more unlabeled rows than clusters.
+            ConfigError: The unlabeled rows are not more than the clusters: the novel
+                classes, in the GCD setting the known ones, too. Or no labeled or no
+                unlabeled image can be read.
         """
         labeled, labels, unlabeled = training_features(config, model, train)
         gcd, num_novel = config.data.setting == "gcd", train.num_novel
@@ -114,7 +127,7 @@ class ClusteringMethod(Method):
             )
 
         def compute() -> dict[str, Tensor]:
-            """Cluster the features, and return the tensors of the result by name."""
+            """Cluster the features, and return space, prototypes and so on by name."""
             result = discover_clusters(
                 labeled, labels, unlabeled, num_novel, gcd, config.seed
             )
@@ -150,7 +163,7 @@ class ClusteringMethod(Method):
             config: The configuration of the run.
 
         Returns:
-            The total loss, and the loss of each cluster head.
+            The total loss, and the loss of the only head, (1,).
         """
         return unified_objective(state, batch, config)
 

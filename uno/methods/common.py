@@ -23,13 +23,16 @@ from uno.steps import Batch, TrainState, forward
 def forward_two_views(state: TrainState, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the outputs of the model for the first two large views of a batch.
 
+    The prototypes are scaled to length one first, in place.
+
     Args:
-        state: The state of training, with the model.
-        batch: The batch with at least two large views.
+        state: The state of training, with the model, which has one novel head.
+        batch: The batch with at least two large views. Other views are not used.
 
     Returns:
         Three tensors: cosines with the prototypes of the known classes (2, B, C_l);
-        outputs of the novel head (2, B, C_u); and features of the encoder (2, B, D).
+        logits of the novel head (2, B, C_u), before the division by tau; and features
+        of the encoder, before the adapter, (2, B, D).
     """
     logits = forward(state, batch._replace(views=batch.views[:2], num_large=2))
     assert logits.novel is not None and logits.features is not None
@@ -41,7 +44,7 @@ def pair_likelihood_loss(
 ) -> Tensor:
     """Return the binary cross-entropy, over pairs of rows, of being in one cluster.
 
-    The probability of this is the inner product <p_i, q_j> (Han et al., 2020, Eq. 2;
+    The probability of being in one cluster is <p_i, q_j> (Han et al., 2020, Eq. 2;
     Hsu et al., 2019, Eq. 1). 1e-7 is added inside the logarithm, as in both authors'
     code.
 
@@ -52,7 +55,7 @@ def pair_likelihood_loss(
         similar: Whether the rows of each pair should be in one cluster, bool (N, M).
 
     Returns:
-        A scalar, the mean over all pairs.
+        A scalar, the mean over all N M pairs.
     """
     together = probabilities @ others.T
     return -torch.where(similar, together + 1e-7, 1 - together + 1e-7).log().mean()
@@ -63,11 +66,11 @@ def sigmoid_rampup(progress: float, rampup: float) -> float:
 
     Args:
         progress: The share of the phase that is done, 0-1.
-        rampup: The share of the phase that the ramp takes.
+        rampup: The share of the phase that the ramp takes, 0-1.
 
     Returns:
-        ``exp(-5 (1 - t)^2)`` with t = ``progress / rampup``, at most 1. That is from
-        0.0067 to 1.
+        ``exp(-5 (1 - t)^2)`` with t = ``progress / rampup``, from 0.0067 to 1. It is 1
+        when ``progress`` has reached ``rampup``.
     """
     t = 1.0 if progress >= rampup else progress / rampup
     return math.exp(-5 * (1 - t) ** 2)
@@ -76,8 +79,12 @@ def sigmoid_rampup(progress: float, rampup: float) -> float:
 def similar_by_cosine(features: Tensor, threshold: float) -> Tensor:
     """Return which pairs of rows have features with a cosine above a threshold.
 
+    The first row of a pair is one of this worker, and the second one of any worker,
+    which may be the first row itself. All workers call this.
+
     Args:
-        features: Features (N, D) of this worker's unlabeled rows.
+        features: Features (N, D) of this worker's unlabeled rows, of any length. They
+            get no gradient.
         threshold: The cosine above which a pair is similar, -1 to 1.
 
     Returns:
@@ -92,14 +99,14 @@ def feature_contrast_loss(
 ) -> Tensor:
     """Return the contrastive loss of features in two views (InfoNCE and SupCon).
 
-    For each row and view it is the mean, over its positives, of minus the log of a
-    softmax over all other rows and views. The positives of a labeled row are both views
-    of all rows of its class (Khosla et al., 2020, L_out). The positive of any other row
-    is its other view (InfoNCE).
+    A sample is one view of one row. Its loss is the mean, over its positives, of minus
+    the log of a softmax over all other samples of all workers. The positives of a
+    labeled row's sample are all other samples of its class (Khosla et al., 2020,
+    L_out). The only positive of any other sample is the other view of its row
+    (InfoNCE). All workers call this, and gradients reach the features of all of them.
 
     Args:
-        features: Unit features of this worker's rows, (2, B, D). They are compared with
-            those of all workers.
+        features: Unit features of this worker's rows, (2, B, D).
         labels: Classes of the first B_l rows, int64 (B_l,). It may be empty.
         temperature: The divisor of the inner products.
 
@@ -125,18 +132,21 @@ def feature_contrast_loss(
 def frozen_sample(config: Config, model: UnoModel, train: Any) -> Sample:
     """Compute a frozen encoder's features of training rows, to initialize a method.
 
+    All workers call this.
+
     Args:
         config: The configuration of the run.
-        model: The network, with the frozen encoder.
+        model: The network, with the frozen encoder. It is in eval mode meanwhile.
         train: The training set, a :class:`~uno.data.memory.TrainSet` or one that is
             streamed. It has ``num_novel``, the number of novel classes.
 
     Returns:
         Features and labels of a sample of labeled rows, and features of a sample of
-        unlabeled rows, of the size that :func:`training_features` chooses.
+        unlabeled rows, on the CPU, as :func:`training_features` draws them.
 
     Raises:
-        ConfigError: There are fewer unlabeled rows than novel classes.
+        ConfigError: The sample has fewer unlabeled rows than there are novel classes,
+            or no labeled or no unlabeled image can be read.
     """
     sample = training_features(config, model, train)
     if len(sample.unlabeled) < train.num_novel:
@@ -153,7 +163,8 @@ def set_prototypes_(model: UnoModel, prototypes: Tensor) -> None:
 
     Args:
         model: A network with one novel head, which is changed.
-        prototypes: A row for each class, (C_l + C_u, D), known classes first.
+        prototypes: A row for each class, (C_l + C_u, D), known classes first. They are
+            copied as they are, not scaled.
     """
     known, novel = prototypes.split([model.num_known, model.num_novel])
     model.known.weight.copy_(known)
@@ -166,16 +177,17 @@ def cluster_centers(
     """Compute initial prototypes: means of known classes, and centers of clusters.
 
     Args:
-        sample: Features of labeled and unlabeled rows.
+        sample: Features of labeled and unlabeled rows, on the CPU.
         num_novel: The number of novel classes C_u.
         setting: "gcd" if unlabeled rows may belong to known classes, otherwise another
             text or None.
         seed: The seed of k-means.
 
     Returns:
-        Rows of length one, (C_l + C_u, D): the means of the known classes, then the
-        centers of the novel clusters of
-        :func:`uno.clustering.initialization.cluster_features`.
+        Directions, float32 (C_l + C_u, D): the means of the labeled rows of each known
+        class, then the centers of the novel clusters of
+        :func:`uno.clustering.initialization.cluster_features`. All have length one, or
+        are zeros if there is no row.
     """
     labeled, labels, unlabeled = sample
     centers = cluster_features(

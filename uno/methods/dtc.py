@@ -147,6 +147,9 @@ class Dtc(Method):
             num_novel: The number of novel classes K.
             num_features: The number of features D.
             is_frozen: Whether the encoder is frozen, which does not matter here.
+
+        Raises:
+            ConfigError: There are fewer features than novel classes.
         """
         return DistanceHead(num_novel, num_features)
 
@@ -154,14 +157,16 @@ class Dtc(Method):
         """Compute the loss of DTC for the unlabeled rows of a batch.
 
         q are the cluster probabilities of a row, and p its sharpened target. The loss
-        is KL(p || q), plus the squared difference of q under two views with a rising
-        weight, which is 0 in the warm-up. The q of view 0 is stored for each row in
-        ``state.extra``. The targets p are computed from the stored q at the end of the
+        is KL(p || q) in view 0, plus the squared difference of q under two views with a
+        rising weight, which is 0 in the warm-up. Both are means over rows and clusters.
+        The q of view 0 is stored for each row of all workers in
+        ``state.extra["probabilities"]``, in place. The targets p of all unlabeled rows,
+        ``state.extra["targets"]``, are computed from the stored q at the end of the
         warm-up, and then again after each ``update_interval``, a share of all steps of
-        the phase.
+        the phase. Labeled rows take no part.
 
         Args:
-            state: The state of training, with the model, q and p.
+            state: The state of training, with the model, q and p. q and p are updated.
             batch: The views of this worker's rows, labeled rows first.
             config: The configuration of the run.
 
@@ -197,11 +202,13 @@ class Dtc(Method):
     ) -> dict[str, Tensor]:
         """Initialize the head by principal components and k-means of the features.
 
-        With a frozen encoder the known prototypes become the means of the classes.
+        The features are those of all unlabeled rows. With a frozen encoder, the known
+        prototypes also become the means of the classes in a sample of labeled rows;
+        otherwise they stay as they are.
 
         Args:
             config: The configuration of the run.
-            model: The network. Its heads are changed.
+            model: The network. Its heads are changed, and it is left in training mode.
             train: The training data, in memory.
 
         Returns:
@@ -209,7 +216,8 @@ class Dtc(Method):
             targets p, of all unlabeled rows, each (N_u, K).
 
         Raises:
-            ConfigError: There are fewer unlabeled rows than clusters.
+            ConfigError: There are fewer unlabeled rows than novel classes, or the
+                encoder is frozen and no labeled image can be read.
         """
         assert isinstance(train, TrainSet)
         num_novel, head = train.num_novel, model.novel
@@ -230,7 +238,7 @@ class Dtc(Method):
             )
 
         def compute() -> dict[str, Tensor]:
-            """Return principal components and k-means centers of the features."""
+            """Return principal components, bias and k-means centers of the features."""
             centered, _, directions = principal_components(features)
             components = directions[:, :num_novel].T  # (K, D)
             points = (centered @ components.T).cpu()
@@ -266,6 +274,8 @@ def sharpen(q: Tensor) -> Tensor:
 
 def store_probabilities_(probabilities: Tensor, rows: Tensor, q: Tensor) -> None:
     """Store the cluster probabilities of all workers' rows of a step, in place.
+
+    All workers call this, so that all store the same.
 
     Args:
         probabilities: The stored probabilities of all unlabeled rows, (N_u, K), which

@@ -4,6 +4,10 @@ All of them are off by default. They use the cosines of a step: known (V, B, C_l
 novel (V, H, B, C_u) of the cluster heads, where the first B_l rows are labeled. With
 several workers, the mean over workers of each term, and of its gradient, is that of the
 global batch.
+
+The teacher of rKD is the pretrained network. If a frozen encoder has weights without a
+head for the known classes, it is this encoder with a known head, which learns on
+labeled rows for the epochs of pretraining, before discovery.
 """
 
 from collections.abc import Iterator
@@ -23,18 +27,21 @@ def extended_objective(state: TrainState, batch: Batch, config: Config) -> Loss:
     """Compute UNO's unified objective with added terms and a queue for Sinkhorn.
 
     The configuration says which terms are added: invariant information clustering (IIC)
-    and relational knowledge distillation (rKD). It also says whether Sinkhorn's equal
-    shares hold for the rows of the batch alone, or for them and the rows of earlier
-    batches in a queue. Without any of them the result is that of
-    :func:`uno.objective.unified_objective`.
+    and class-relation knowledge distillation (rKD). If ``state.extra`` has a "queue",
+    Sinkhorn assigns the unlabeled rows of the batch together with the rows of earlier
+    batches in the queue, as soon as :func:`past_logits` returns these. Without terms
+    and queue the result is that of :func:`uno.objective.unified_objective`.
 
     Args:
-        state: The state of training. Its queue is updated.
-        batch: The batch.
+        state: The state of training. The queue is updated, and the prototypes of the
+            model are scaled to length one.
+        batch: The views of this worker's rows, labeled rows first.
         config: The configuration of the run.
 
     Returns:
-        The total loss, and the loss of each cluster head without the added terms.
+        The total loss, and the loss of each cluster head without the added terms, (H,).
+        The total is the mean loss of all cluster and overclustering heads, plus the
+        terms.
     """
     objective = config.objective
     logits, labels = forward(state, batch), batch.labels
@@ -61,11 +68,13 @@ def extension_terms(
 ) -> Iterator[Tensor]:
     """Yield the added terms of the loss that have a weight, each times its weight.
 
-    The terms are :func:`iic_loss`, :func:`iic_view_loss` and :func:`rkd_loss`.
+    The terms are :func:`iic_loss` and :func:`iic_view_loss` for all views, and
+    :func:`rkd_loss` for the unlabeled rows in the large views. For the last, the
+    teacher's outputs are computed here, without gradient.
 
     Args:
         state: The state of training, with the teacher if rKD has a weight.
-        batch: The batch.
+        batch: The views of this worker's rows, labeled rows first.
         logits: The outputs of the network for the batch.
         objective: The section of the configuration that has the weights. A term with
             weight 0 is left out.
@@ -100,24 +109,26 @@ def extension_terms(
 
 @torch.no_grad()
 def past_logits(state: TrainState, directions: Tensor) -> list[Tensor] | None:
-    """Put rows into the queue, and compute the cosines of queued rows with prototypes.
+    """Compute the cosines of queued rows with prototypes, then queue the new rows.
 
     The queue is that of SwAV (Caron et al., 2020, App. A), for batches with few rows
-    for each cluster. As there, it takes part late: when it is full and the warm-up is
-    over.
+    for each cluster. As there, it takes part late: when earlier steps have filled it
+    and the warm-up is over. The new rows, those of all workers, are put in at every
+    step, but their cosines are not in the result. All workers call this.
 
     Args:
         state: The state of training. ``state.extra["queue"]`` (V_large, H, Q, P or 2P)
-            is updated. It holds the projections of Q rows by cluster heads and
+            is replaced. It holds the projections of Q rows by cluster heads and
             overclustering heads side by side, newest first, the same on all workers.
+            Values that are not finite become 0.
         directions: Projections of this worker's unlabeled rows at length one, (V_large,
             H or 2H, B_u, P): those of the cluster heads, then of the overclustering
             heads.
 
     Returns:
-        Cosines (V_large, H, Q, K) of the rows in the queue with the prototypes: one
-        tensor for the cluster heads, then one for the overclustering heads, if any.
-        None as long as the queue takes no part.
+        Cosines (V_large, H, Q, K) of the rows that were in the queue before this call
+        with the prototypes: one tensor for the cluster heads, then one for the
+        overclustering heads, if any. None as long as the queue takes no part.
     """
     queue, heads = (
         state.extra["queue"],
@@ -142,9 +153,10 @@ def iic_loss(
 
     Minimizing it moves the outputs of both kinds of rows apart. This is the inter-class
     term of Li et al. (CVPR 2023). Outputs are softmaxes over all C classes. The mean is
-    over all pairs of a labeled and an unlabeled row, over both directions, views and
-    cluster heads. It is computed without pairs: the mean of KL(p || q) is the mean of
-    <p, log p> minus <mean p, mean log q>.
+    over all pairs of a labeled and an unlabeled row of all workers, over both
+    directions, views and cluster heads. It is computed without pairs: the mean of
+    KL(p || q) is the mean of <p, log p>, here over this worker's rows, minus <mean p,
+    mean log q>, over the rows of all workers. All workers call this.
 
     Args:
         known: Cosines with the known prototypes, (V, B, C_l).
@@ -154,7 +166,7 @@ def iic_loss(
         temperature: The divisor of the cosines.
 
     Returns:
-        A scalar, at most 0 over all workers.
+        A scalar. Its mean over the workers is at most 0.
     """
     joint = (
         torch.cat(
@@ -183,8 +195,8 @@ def iic_view_loss(
 
     This is the intra-class term of Li et al. (CVPR 2023). Labeled rows have a softmax
     over the known outputs, and unlabeled rows over the novel outputs. The mean is over
-    pairs of views, heads and rows. As in the authors' code it is divided by the number
-    of classes.
+    both directions, pairs of views, heads and rows. As in the authors' code it is
+    divided by the number of classes in the softmax.
 
     Args:
         known: Cosines with the known prototypes, (V, B, C_l), with V at least 2.
@@ -193,7 +205,7 @@ def iic_view_loss(
         temperature: The divisor of the cosines.
 
     Returns:
-        A scalar, the sum for labeled and unlabeled rows.
+        A scalar, the sum of one term for labeled and one for unlabeled rows.
     """
     total = known.new_zeros(())
     for logits in (known[:, None, :num_labeled], novel[:, :, num_labeled:]):
@@ -213,21 +225,20 @@ def rkd_loss(
     temperature: float,
     distillation_temperature: float,
 ) -> Tensor:
-    """Return the cross-entropy of known outputs with those of the pretrained network.
+    """Return the weighted cross-entropy of the known head with that of a teacher.
 
-    This is rKD (Gu et al., ICCV 2023) on unlabeled rows. A row has as much weight as
-    the probability of all known classes under the current network, relative to the
-    mean. The weight has a gradient, as in the authors' code. Every softmax has the
-    temperature tau T, and the loss has the factor T^2 (Hinton et al., 2015).
-
-    If a frozen encoder has weights without a head for the known classes, the pretrained
-    network is this encoder with a known head. That head learns on labeled rows, for the
-    epochs of pretraining, before discovery.
+    This is rKD (Gu et al., ICCV 2023) on unlabeled rows. The teacher's softmax over the
+    known classes is the target. The weight of a row is the probability of all known
+    classes together under the current network, divided by the mean of this probability
+    over the rows of all workers, views and heads. The weight has a gradient, as in the
+    authors' code. Every softmax has the temperature tau T, and the loss has the factor
+    T^2 (Hinton et al., 2015). All workers call this.
 
     Args:
         known: Cosines of unlabeled rows with the known prototypes, (V, B_u, C_l).
         novel: Cosines with the novel prototypes, (V, H, B_u, C_u).
-        teacher: Cosines of the pretrained network, (V, B_u, C_l).
+        teacher: Cosines with the known prototypes of the pretrained network, (V, B_u,
+            C_l).
         temperature: tau, the divisor of cosines in training.
         distillation_temperature: T.
 

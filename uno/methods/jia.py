@@ -1,4 +1,4 @@
-"""The method of Jia et al. (ICCV 2021; arXiv 2104.12673), for one modality.
+"""The discovery method of Jia et al. (ICCV 2021; arXiv 2104.12673), one modality.
 
 The paper is "Joint representation learning and novel category discovery on single- and
 multi-modal data". The objective is that of :mod:`uno.methods.rs`, with two changes.
@@ -61,8 +61,8 @@ class Jia(Method):
     ) -> NovelHead:
         """Build the novel head, with a linear layer if the encoder is frozen.
 
-        The layer, from D to D features, then takes the place of the encoder's last
-        stage.
+        The layer, from D to D features and the identity at first, then takes the place
+        of the encoder's last stage.
 
         Args:
             num_novel: The number of novel classes K.
@@ -74,9 +74,11 @@ class Jia(Method):
     def loss(self, state: TrainState, batch: Batch, config: Config) -> Tensor:
         """Compute the pairwise loss of a batch, plus the contrastive loss of all rows.
 
-        The pairwise loss is :func:`uno.methods.rs.loss_of_pairs`, where two rows are
-        similar if more than half of their winner-take-all hash codes are equal. The
-        contrastive loss is :func:`uno.methods.common.feature_contrast_loss`.
+        The pairwise loss is :func:`uno.methods.rs.loss_of_pairs`, where two unlabeled
+        rows are similar if more than half of their winner-take-all hash codes are
+        equal. The codes are those of a row's mean feature over both views. The
+        contrastive loss is :func:`uno.methods.common.feature_contrast_loss`. All
+        features are those after the novel head's layer, if it has one.
 
         Args:
             state: The state of training, with the model and the windows of the hashes.
@@ -104,7 +106,8 @@ class Jia(Method):
 
         Args:
             config: The configuration of the run, which has the seed.
-            model: The network, which decides the number of features D.
+            model: The network, which decides the number of features D. It is not
+                changed.
             train: Not used.
 
         Returns:

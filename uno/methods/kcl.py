@@ -45,7 +45,9 @@ class Kcl(pairs.PairMethod):
             features: Features of these rows in both views, (2, B_u, D).
 
         Returns:
-            A scalar, the mean over pairs, and over both orders of the two views.
+            A scalar, the mean over pairs with the unlabeled rows of all workers, and
+            over both orders of the two views. In each order the network decides anew
+            which rows are similar, and the second view gets no gradient.
         """
         similar = pairs.similar_pairs(similarity, features)
         similar_back = pairs.similar_pairs(similarity, features.flip(0))
@@ -58,7 +60,7 @@ def contrastive_loss(probabilities: Tensor, targets: Tensor, similar: Tensor) ->
     """Return the contrastive loss of pairs, with a margin on the KL divergence.
 
     The loss of a similar pair (i, j) of rows is KL(q_j || p_i), and that of any other
-    pair is max(0, margin - KL(q_j || p_i)).
+    pair is max(0, 2 - KL(q_j || p_i)). 1e-7 is added to all probabilities.
 
     Args:
         probabilities: Cluster probabilities p of this worker's rows in one view, (N,

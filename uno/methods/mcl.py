@@ -32,7 +32,8 @@ class Mcl(pairs.PairMethod):
     ) -> Tensor:
         """Compute the loss of MCL for pairs of unlabeled rows.
 
-        It is the negative log-likelihood of the similarity network's decisions.
+        It is the negative log-likelihood of the similarity network's decisions on pairs
+        of a row in view 0 and a row in view 1. Both views get a gradient.
 
         Args:
             first: Cluster probabilities of this worker's unlabeled rows in view 0,

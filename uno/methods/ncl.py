@@ -92,6 +92,8 @@ class Ncl(Method):
     ) -> NovelHead:
         """Build the novel head, with a linear layer if the encoder is frozen.
 
+        The layer, from D to D features, is the identity at first.
+
         Args:
             num_novel: The number of novel classes K.
             num_features: The number of features D.
@@ -102,16 +104,19 @@ class Ncl(Method):
     def loss(self, state: TrainState, batch: Batch, config: Config) -> Tensor:
         """Compute the pairwise loss of a batch, plus contrastive losses with memories.
 
-        The pairwise loss is :func:`uno.methods.rs.loss_of_pairs`, where two rows are
-        similar by the cosine of their features. The contrastive loss of labeled rows is
-        :func:`class_loss`. That of unlabeled rows is :func:`neighbor_loss`, which
-        begins at the share ``START`` of the phase, once the memory of unlabeled
-        features is full. From ``HARD_START`` on it has hard negatives, once the memory
-        of labeled features is full, too. The features of the batch are put into the
-        memories in ``state.extra``.
+        The pairwise loss is :func:`uno.methods.rs.loss_of_pairs`, where two unlabeled
+        rows are similar if the cosine of their features in view 0 exceeds
+        ``ncl.threshold``. The contrastive loss of labeled rows is :func:`class_loss`
+        with the weight 0.1, from the first step on. That of unlabeled rows is
+        :func:`neighbor_loss` with the weight 1, which begins at the share ``START`` of
+        the phase, once the memory of unlabeled features is full. From ``HARD_START`` on
+        it has hard negatives, once the memory of labeled features is full, too. After
+        the losses are computed, the view 0 of all workers' rows is put into the
+        memories. All features are those after the novel head's layer, if it has one.
 
         Args:
-            state: The state of training, with the model and the memories.
+            state: The state of training, with the model and the memories. The memories
+                in ``state.extra`` are replaced.
             batch: The views of this worker's rows, labeled rows first.
             config: The configuration of the run.
 
@@ -159,7 +164,8 @@ class Ncl(Method):
 
         Args:
             config: The configuration of the run, which has the preset.
-            model: The network, which decides the number of features D.
+            model: The network, which decides the number of features D. It is not
+                changed.
             train: The training data. No memory has more rows than its labeled or
                 unlabeled rows.
 
@@ -184,8 +190,9 @@ def class_loss(
 ) -> Tensor:
     """Return the contrastive loss of labeled rows with a memory of earlier ones.
 
-    It is a cross-entropy of similarities. The target of a row is uniform over its other
-    view and the entries of the memory that are of its class.
+    It is a cross-entropy. The softmax of a row is over its cosines with its other view
+    and with all entries of the memory, divided by 0.05. Its target is uniform over its
+    other view and the entries of its class.
 
     Args:
         query: Unit features of this worker's labeled rows in view 0, (N, D).
@@ -213,14 +220,16 @@ def neighbor_loss(
 ) -> Tensor:
     """Return the contrastive loss of unlabeled rows with a memory of earlier ones.
 
-    It is a cross-entropy of similarities. The target of a row is 0.2 at its other view,
-    and 0.8 spread evenly over the entries of the memory nearest to it.
+    It is a cross-entropy. The softmax of a row is over its cosines with its other view,
+    with all entries of the memory and with the hard negatives, divided by 0.05. Its
+    target is 0.2 at its other view, and 0.8 spread evenly over the entries of the
+    memory with the highest cosines.
 
     Args:
         query: Unit features of this worker's unlabeled rows in view 0, (N, D).
         key: The same in view 1.
         memory: Unit features of M earlier unlabeled rows, (M, D).
-        near: The number of nearest entries in the target.
+        near: The number of nearest entries in the target, at most M.
         hard: Cosines of the rows with n additional negatives each, (N, n); None if
             there are none.
 
@@ -242,18 +251,20 @@ def _draw_hard_negatives(state: TrainState, query: Tensor, num_novel: int) -> Te
     """Draw hard negatives of unlabeled rows, and return the cosines with them.
 
     A hard negative is a feature from the memory of unlabeled rows that is unlike the
-    row, mixed with a random feature from the memory of labeled rows. The draw depends
-    on the step alone, and is the same for any number of workers.
+    row, mixed with a random feature from the memory of labeled rows. Each unlike
+    feature is mixed five times. The draw is seeded by the step alone, and is the same
+    for any number of workers.
 
     Args:
-        state: The state of training, with both memories.
+        state: The state of training, with both memories, which are not changed.
         query: Unit features of this worker's unlabeled rows, (N, D).
-        num_novel: The number of novel classes, which decides how many entries of the
-            memory are mixed.
+        num_novel: The number of novel classes. For each row 400 unlike entries are
+            mixed, or 50 if there are 5 novel classes, and proportionally fewer of a
+            memory with less than 2,000 entries.
 
     Returns:
-        The cosines of each row with its hardest negatives, (N, n), see
-        :func:`hard_negatives`.
+        The cosines of each row with its hardest negatives, (N, n), the highest first,
+        see :func:`hard_negatives`. n is at most 400.
     """
     memory, labeled = state.extra["memory"], state.extra["labeled_memory"]
     far = NUM_FAR_OF_FIVE if num_novel == 5 else NUM_FAR
@@ -276,8 +287,9 @@ def hard_negatives(
 
     The negatives of a row are weighted sums of two features: one of the n features in
     the memory of unlabeled rows that are least similar to it, and one of a labeled row.
-    The hardest are those with the highest cosines. The sums are not computed: their
-    cosines follow from those of both parts.
+    Each such pair is summed twice, with the weights 1/3 and 2/3 and the reverse. The
+    hardest are those with the highest cosines. The sums are not computed: their cosines
+    follow from those of both parts.
 
     Args:
         query: Unit features of the rows, (N, D).
@@ -288,7 +300,8 @@ def hard_negatives(
         kept: The number of negatives to keep for each row.
 
     Returns:
-        Cosines (N, ``kept``), or fewer columns if there are fewer negatives.
+        Cosines (N, ``kept``), the highest first, or fewer columns if there are fewer
+        negatives.
     """
     others = query @ memory.T
     far = others.topk(chosen.shape[2], dim=1, largest=False).indices  # (N, n)
@@ -306,7 +319,9 @@ def hard_negatives(
 
 
 def push_rows(rows: Tensor, memory: Tensor) -> Tensor:
-    """Put rows of all workers in front of a memory, and drop its oldest entries.
+    """Return a memory with rows of all workers in front, without its oldest entries.
+
+    All workers call this.
 
     Args:
         rows: The rows of this worker, features or labels, (N, ...). Values that are not
@@ -314,7 +329,7 @@ def push_rows(rows: Tensor, memory: Tensor) -> Tensor:
         memory: The memory of earlier rows, (M, ...), newest first. It is not changed.
 
     Returns:
-        The new memory, (M, ...).
+        The new memory, (M, ...), in the type of ``memory``.
     """
     all_rows = distributed.gather_rows(rows, 0).to(memory.dtype)
     # values of a step that was not finite must not stay in the memory

@@ -63,10 +63,14 @@ class OpenMix(Method):
     def loss(self, state: TrainState, batch: Batch, config: Config) -> Tensor:
         """Compute the pairwise loss of a batch, plus a squared error of mixed images.
 
-        The pairwise loss is :func:`uno.methods.rs.loss_of_pairs`, where two rows are
-        similar by the cosine of their features. Each image is mixed with an unlabeled
-        one, and its target is mixed in the same way. The squared error is that of its
-        predicted probabilities. The weight of this error rises over the phase.
+        The pairwise loss is :func:`uno.methods.rs.loss_of_pairs`, where two unlabeled
+        rows are similar if the cosine of their features in view 0 exceeds
+        ``openmix.threshold``. View 0 of each row, pixels or cached features, is mixed
+        with view 0 of an unlabeled row of any worker, see :func:`draw_mixtures`. The
+        squared error of the probabilities of all C classes for this mixture with the
+        targets of :func:`mixed_targets` is summed over classes. Its mean is over all
+        rows, but the error of an unlabeled row without a clear class counts as 0. The
+        weight of this error rises over the phase.
 
         Args:
             state: The state of training, with the model.
@@ -112,7 +116,7 @@ class OpenMix(Method):
         """Set the novel prototypes to the centers of k-means clusters.
 
         The features of a sample of the unlabeled rows are divided into as many clusters
-        as there are novel classes.
+        as there are novel classes, and the centers are scaled to length one.
 
         Args:
             config: The configuration of the run.
@@ -121,6 +125,9 @@ class OpenMix(Method):
 
         Returns:
             An empty mapping: the method keeps no tensors.
+
+        Raises:
+            ConfigError: No labeled or no unlabeled image can be read.
         """
         labeled, labels, unlabeled = training_features(config, model, train)
 
@@ -148,9 +155,10 @@ def draw_mixtures(step: int, num_labeled: int, num_rows: int) -> tuple[Tensor, T
         num_rows: The number of all rows B of this worker.
 
     Returns:
-        Two tensors. The first has the partner of each row: an index among the unlabeled
-        rows of the global batch, int64 (B,). The second has the weight of the row
-        itself in the mixture, float64 (B,), 0.5-1. The partner has the rest.
+        Two tensors on the CPU, labeled rows first. The first has the partner of each
+        row: an index among the unlabeled rows of the global batch, int64 (B,), which
+        can be that of the row itself. The second has the weight of the row itself in
+        the mixture, float64 (B,), 0.5-1. The partner has the rest.
     """
     rank, world_size = distributed.rank_and_world()
     random = np.random.default_rng(step)
@@ -184,9 +192,9 @@ def mixed_targets(
         num_known: The number of known classes.
 
     Returns:
-        Two tensors. The first has the targets (B, C). The second is a mask of the rows
-        that count in the loss, bool (B,): labeled rows, and unlabeled rows with a
-        probability above 0.9.
+        Two tensors. The first has the targets (B, C), labeled rows first. The second is
+        a mask of the rows that count in the loss, bool (B,): all labeled rows, and
+        unlabeled rows that have a novel class with a probability above 0.9.
     """
     of_labeled = F.one_hot(labels, num_known + own.shape[1]).to(own.dtype)
     own_targets = torch.cat([of_labeled, F.pad(own, (num_known, 0))])

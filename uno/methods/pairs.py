@@ -54,16 +54,16 @@ class PairSimilarity(nn.Module):
     def forward(self, features: Tensor, others: Tensor) -> Tensor:
         """Compute for each pair of rows the logit that both are of one class.
 
-        The linear layer on two features side by side is computed as the sum of two
-        layers. If there are many pairs, hidden values are computed again in the
-        backward pass, to save memory.
+        Features are scaled to length one first. The linear layer on two features side
+        by side is computed as the sum of two layers. If there are many pairs, hidden
+        values are computed again in the backward pass, to save memory.
 
         Args:
             features: Features of the first row of each pair, (N, D).
             others: Features of the second row of each pair, (M, D).
 
         Returns:
-            Logits (N, M).
+            Logits (N, M), positive if the network takes a pair for one class.
         """
         left, right = (
             self.left(unit(features.float())),
@@ -115,9 +115,9 @@ class PairMethod(Method):
     def loss(self, state: TrainState, batch: Batch, config: Config) -> Tensor:
         """Compute the sum of three losses of a batch.
 
-        They are the cross-entropy of labeled rows; the binary cross-entropy of the
-        similarity network on pairs of labeled rows; and :meth:`pair_loss` of pairs of
-        unlabeled rows.
+        They are the cross-entropy of labeled rows in the known head; the binary
+        cross-entropy of the similarity network on pairs of labeled rows, which trains
+        this network alone; and :meth:`pair_loss` of pairs of unlabeled rows.
 
         Args:
             state: The state of training, with the model.
@@ -146,6 +146,8 @@ class PairMethod(Method):
     ) -> Tensor:
         """Compute the loss of pairs of unlabeled rows.
 
+        A subclass must define this; this class raises NotImplementedError.
+
         Args:
             first: Cluster probabilities of this worker's unlabeled rows in view 0,
                 (B_u, C_u).
@@ -165,6 +167,7 @@ def similarity_loss(
     """Return the binary cross-entropy of the similarity network on labeled rows.
 
     A pair consists of view 0 of a row of this worker and view 1 of a row of any worker.
+    The target is 1 if both rows have the same label. All workers call this.
 
     Args:
         similarity: The similarity network.
@@ -194,6 +197,6 @@ def similar_pairs(similarity: PairSimilarity, features: Tensor) -> Tensor:
 
     Returns:
         A mask, bool (B_u, M), for view 0 of this worker's rows and view 1 of the M
-        unlabeled rows of all workers.
+        unlabeled rows of all workers: True if the probability exceeds 1/2.
     """
     return similarity(features[0], distributed.gather_rows(features[1], 0)) > 0

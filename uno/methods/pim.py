@@ -106,7 +106,7 @@ class PaddingAdapter(nn.Module):
             features: Features of the encoder, (N, D).
 
         Returns:
-            Features (N, D + 1).
+            Features (N, D + 1), at least float32.
         """
         return F.pad(unit(features), (0, 1))
 
@@ -121,18 +121,23 @@ def fit_classifier(
 ) -> LinearClassifier:
     """Fit the linear classifier of PIM to features, on their device.
 
+    The fit starts from the means of known classes and the centers of novel clusters,
+    see :func:`uno.methods.common.cluster_centers`. Features are scaled to length one.
+
     Args:
         sample: Features of labeled and unlabeled rows.
         num_novel: The number of novel classes C_u.
         setting: With "gcd" unlabeled rows may be of any class. With "ncd" or None they
             are of novel classes only.
         seed: The seed of k-means.
-        weight: The weight lambda of the entropy of unlabeled rows. If it is None, the
-            best value in ``WEIGHTS`` is chosen on labeled rows.
-        steps: The number of steps of Adam, for each value of lambda.
+        weight: The weight lambda of the entropy of unlabeled rows. If it is None, a fit
+            without labels from the centers of plain k-means is made for each value in
+            ``WEIGHTS``. Of these the one that puts most labeled rows right, under the
+            best one-to-one matching of clusters and classes, is taken.
+        steps: The number of steps of Adam, for each fit.
 
     Returns:
-        The weights of the classifier, and lambda.
+        The weights of the classifier, and the lambda that was used.
     """
     labels, num_known = sample.labels, int(sample.labels.max()) + 1
     rows = unit(torch.cat([sample.labeled, sample.unlabeled])).float()
@@ -184,7 +189,7 @@ def minimize_objective(
     """Fit the weights of a linear classifier to PIM's objective, by Adam on all rows.
 
     Args:
-        weights: The initial weights, (C, D).
+        weights: The initial weights, (C, D), which are not changed.
         rows: Unit features, (N, D), those of labeled rows first.
         labels: Classes of the labeled rows, int64 (N_l,).
         weight: The weight lambda of the mean entropy of unlabeled rows.
@@ -222,16 +227,19 @@ def pim_objective(
 
     The negative mutual information is lambda times the mean entropy of the class
     probabilities of unlabeled rows, minus the entropy of the mean probabilities of all
-    rows.
+    rows. All entropies are in nats.
 
     Args:
-        logits: Logits of V views, (V, B, C), with labeled rows first.
+        logits: Logits of V views, (V, B, C), after the division by the temperature,
+            with labeled rows and known classes first.
         labels: Classes of the labeled rows, int64 (B_l,).
         weight: The weight lambda.
         supervised: Whether the cross-entropy of labeled rows is added.
         num_masked: If it is not 0, unlabeled rows belong to none of the first
-            ``num_masked`` classes, and the cross-entropy of this is added.
-        mean_of_ranks: Averages the mean probabilities (C,) over the workers.
+            ``num_masked`` classes, and the mean of minus the log of the probability of
+            this is added.
+        mean_of_ranks: Averages the mean probabilities (C,) over the workers. All other
+            means are over this worker's rows.
 
     Returns:
         A scalar, to be minimized.
@@ -265,8 +273,8 @@ class Pim(Method):
     def build_adapter(self, num_features: int) -> PaddingAdapter:
         """Build the module that scales features to length one, and appends a zero.
 
-        The appended coordinate is where the prototypes hold the bias of a linear
-        classifier.
+        In the appended coordinate a prototype has what it lacks to length one, see
+        :func:`pad_to_one_length`.
 
         Args:
             num_features: The number of features of the encoder.
@@ -278,22 +286,26 @@ class Pim(Method):
     ) -> dict[str, Tensor]:
         """Fit the linear classifier of PIM, and set the model's prototypes to it.
 
+        It is fitted to the features of a sample of the training rows. All workers call
+        this; rank 0 fits.
+
         Args:
             config: The configuration of the run, with the method's constants.
-            model: The network. Its prototypes are changed.
+            model: The network. Its known and novel prototypes are changed.
             train: The training data.
 
         Returns:
             "weight", the weight lambda of the entropy of unlabeled rows, a scalar.
 
         Raises:
-            ConfigError: There are fewer unlabeled rows than novel classes.
+            ConfigError: The sample has fewer unlabeled rows than there are novel
+                classes, or no labeled or no unlabeled image can be read.
         """
         constants, device = config.method_options, model.known.weight.device
         sample = Sample(*(t.to(device) for t in frozen_sample(config, model, train)))
 
         def compute() -> dict[str, Tensor]:
-            """Return the weights of the fitted classifier, and lambda."""
+            """Return the classifier's weights as "rows", and lambda as "weight"."""
             classifier = fit_classifier(
                 sample,
                 train.num_novel,
@@ -313,8 +325,9 @@ class Pim(Method):
         """Compute PIM's objective on two views of a batch.
 
         It is the negative mutual information of rows and classes plus the cross-entropy
-        of labeled rows, see :func:`pim_objective`. Training continues the fit with it
-        by SGD, if discovery has epochs.
+        of labeled rows, see :func:`pim_objective`. Unless the setting is "gcd", it also
+        keeps unlabeled rows from known classes. Logits are cosines over tau. Training
+        continues the fit with it by SGD, if discovery has epochs.
 
         Args:
             state: The state of training, with the model and the weight lambda.

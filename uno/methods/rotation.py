@@ -19,15 +19,15 @@ NUM_TURNS = 4
 def loss(state: TrainState, batch: Batch, config: Config) -> Tensor:
     """Compute the cross-entropy of predicting the number of quarter turns.
 
-    Each row is seen four times, turned by 0 to 3 quarter turns.
+    Each row is seen four times, turned by 0 to 3 quarter turns, see :func:`turn_views`.
 
     Args:
-        state: The state of training, with the model.
+        state: The state of training, with the model, whose known head has four outputs.
         batch: The views of this worker's rows, without labels.
         config: The configuration of the run, which has the temperature.
 
     Returns:
-        A scalar.
+        A scalar, the mean over rows and turns.
     """
     known = forward(state, turn_views(batch)).known  # (4, B, 4)
     turns = torch.arange(NUM_TURNS, device=known.device)
@@ -39,8 +39,9 @@ def loss(state: TrainState, batch: Batch, config: Config) -> Tensor:
 def turn_views(batch: Batch) -> Batch:
     """Return a batch with four views of each image, where view k is turned by k * 90°.
 
-    View k is made from the large view number k modulo the number of large views. Labels
-    and row numbers stay.
+    Turns are counterclockwise. View k, from 0 to 3, is made from the large view number
+    k modulo the number of large views. Small views are left out. Labels and row numbers
+    stay.
 
     Args:
         batch: A batch of images with at least one large view, which is not changed.

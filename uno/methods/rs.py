@@ -81,8 +81,9 @@ class Rs(Method):
     def loss(self, state: TrainState, batch: Batch, config: Config) -> Tensor:
         """Compute the loss of RS for a batch.
 
-        It is the cross-entropy of labeled rows, plus losses of pairs of unlabeled rows,
-        which are similar if the same features are their largest: :func:`rank_loss`.
+        It is the cross-entropy of labeled rows, plus the pairwise loss of unlabeled
+        rows, which are similar if the same features are their largest, plus the
+        consistency of two views with a rising weight: :func:`rank_loss`.
 
         Args:
             state: The state of training, with the model.
@@ -106,19 +107,21 @@ def rank_loss(
 ) -> Tensor:
     """Compute the loss of RS, in which similar rows have the same largest features.
 
-    Two unlabeled rows are similar if the same k features are the largest of both. The
-    loss for these pairs is :func:`loss_of_pairs`.
+    Two unlabeled rows are similar if the same k features are the largest of both, in
+    any order. k is the constant ``top_k`` of the method, or by default 5 of every 512
+    features (:func:`num_top`), and at most D. The whole loss is :func:`loss_of_pairs`.
 
     Args:
         state: The state of training, which has the progress of the phase.
         labels: Classes of the labeled rows, int64 (B_l,).
         config: The configuration of the run, with the method's constants.
         known: Cosines of the known head in two views, (2, B, C), labeled rows first.
-        novel: Cosines of the novel head, (2, B, C_u).
-        features: Features (2, B, D). Those of view 0 are ranked.
+        novel: Cosines of the head that learns from pairs, (2, B, C_u).
+        features: Features (2, B, D). View 0 of this worker's unlabeled rows is compared
+            with view 0 of the unlabeled rows of all workers, without gradient.
 
     Returns:
-        A scalar.
+        The loss, a scalar.
     """
     ranked = features[0, len(labels) :].detach()
     top = min(config.method_options.top_k or num_top(ranked.shape[1]), ranked.shape[1])
@@ -136,9 +139,10 @@ def loss_of_pairs(
 ) -> Tensor:
     """Compute the loss of methods that learn from similar pairs of unlabeled rows.
 
-    It is the cross-entropy of labeled rows, plus the binary cross-entropy of pairs of
-    unlabeled rows, plus the squared difference of both heads' outputs for two views
-    with a rising weight.
+    It is the cross-entropy of labeled rows; plus the binary cross-entropy of pairs of
+    unlabeled rows, the first in view 0 and the second in view 1; plus the mean squared
+    difference of the softmax outputs for two views, of both heads and all rows, with a
+    rising weight.
 
     Args:
         state: The state of training, which has the progress of the phase.
@@ -146,12 +150,12 @@ def loss_of_pairs(
         config: The configuration of the run. The constants of its method must be a
             :class:`Consistency`.
         known: Cosines of the known head in two views, (2, B, C), labeled rows first.
-        novel: Cosines of the novel head, (2, B, C_u).
+        novel: Cosines of the head that learns from pairs, (2, B, C_u).
         similar: Which pairs of this worker's B_u unlabeled rows and the M unlabeled
             rows of all workers are similar, bool (B_u, M).
 
     Returns:
-        A scalar.
+        The loss, a scalar.
     """
     tau, unlabeled = config.objective.temperature, slice(len(labels), None)
     first, second = (novel[:, unlabeled] / tau).softmax(dim=-1)
@@ -174,7 +178,10 @@ def num_top(num_features: int) -> int:
 
 
 def rampup_factor(state: TrainState, config: Config) -> float:
-    """Return the factor of a loss weight that rises over the phase, 0-1.
+    """Return the factor of a loss weight that rises over the phase.
+
+    It is the sigmoid ramp-up :func:`uno.methods.common.sigmoid_rampup`, from 0.0067 to
+    1.
 
     Args:
         state: The state of training, which has the progress of the phase, 0-1.
@@ -192,7 +199,7 @@ def consistency_loss(logits: Tensor, temperature: float) -> Tensor:
         temperature: The divisor of the cosines.
 
     Returns:
-        A scalar.
+        A scalar, the mean over rows and outputs.
     """
     return F.mse_loss(*(logits / temperature).softmax(dim=-1))
 
@@ -203,10 +210,10 @@ def have_same_top_features(features: Tensor, others: Tensor, top: int) -> Tensor
     Args:
         features: Features of the first row of each pair, (N, D).
         others: Features of the second row of each pair, (M, D).
-        top: How many of the largest features are compared.
+        top: How many of the largest features are compared, 1 to D.
 
     Returns:
-        A mask, bool (N, M).
+        A mask, bool (N, M): True if all ``top`` features are the same.
     """
 
     def top_set(rows: Tensor) -> Tensor:

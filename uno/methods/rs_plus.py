@@ -62,7 +62,9 @@ class RsPlus(Method):
         """Compute the loss of RS, plus the cross-entropy of pseudo-labels.
 
         The labeled rows train the joint head, and the pairs of unlabeled rows the
-        cluster head. The weight of the pseudo-labels rises over the phase.
+        cluster head. Both heads must give equal outputs for two views. The weight of
+        the pseudo-labels is 0.05 times a factor that rises to 1 within the first share
+        ``rampup`` of the phase.
 
         Args:
             state: The state of training, with the model.
@@ -87,7 +89,8 @@ class RsPlus(Method):
 def incremental_loss(joint: Tensor, clusters: Tensor, temperature: float) -> Tensor:
     """Return the cross-entropy of the joint head with pseudo-labels.
 
-    The pseudo-label of a row is its most probable cluster under the cluster head.
+    The pseudo-label of a row is its most probable cluster under the cluster head, as
+    the novel output of the same number. Only ``joint`` gets a gradient.
 
     Args:
         joint: Cosines of unlabeled rows under the joint head, (V, B_u, C_l + C_u).

@@ -116,8 +116,15 @@ class SimGcd(Method):
     def loss(self, state: TrainState, batch: Batch, config: Config) -> Tensor:
         """Compute the loss of SimGCD for a batch.
 
-        It is the weighted sum of self-distillation, the entropy of the mean prediction,
-        the cross-entropy of labels, and contrastive terms without and with labels.
+        It is (1 - w) times the terms without labels plus w times the terms with labels;
+        w is ``labeled_weight``. Without labels are self-distillation, ``epsilon`` times
+        how far the mean prediction is from equal classes (:func:`compute_imbalance`, of
+        all rows or of unlabeled rows as ``entropy_rows`` says), and a contrastive term
+        of all rows. With labels are the cross-entropy and a contrastive term of labeled
+        rows. The contrastive terms are left out if the encoder is frozen. Unless the
+        setting is "gcd", the targets of unlabeled rows are zero at known outputs, and
+        with ``entropy_rows`` "unlabeled" the mean prediction is over novel outputs
+        alone.
 
         Args:
             state: The state of training, with the model.
@@ -158,24 +165,27 @@ class SimGcd(Method):
     ) -> dict[str, Tensor]:
         """Set prototypes to means of classes and clusters, if the encoder is frozen.
 
+        With any other encoder this changes nothing.
+
         Args:
             config: The configuration of the run.
-            model: The network. Its prototypes are changed.
+            model: The network. Its known and novel prototypes are changed.
             train: The training data.
 
         Returns:
             An empty mapping: the method keeps no tensors.
 
         Raises:
-            ConfigError: The encoder is frozen, and there are fewer unlabeled rows than
-                novel classes.
+            ConfigError: The encoder is frozen, and its sample of training rows has
+                fewer unlabeled rows than there are novel classes, or no labeled or no
+                unlabeled image can be read.
         """
         if config.model.finetune != "none":
             return {}
         sample, num_novel = frozen_sample(config, model, train), train.num_novel
 
         def compute() -> dict[str, Tensor]:
-            """Return the means of known classes and the centers of novel clusters."""
+            """Return "centers": means of known classes, then of novel clusters."""
             setting = config.data.setting
             return {"centers": cluster_centers(sample, num_novel, setting, config.seed)}
 
@@ -186,6 +196,9 @@ class SimGcd(Method):
 
 def build_projection(num_features: int) -> nn.Sequential:
     """Build the projection for the contrastive terms: an MLP of three layers with GELU.
+
+    Weights are drawn from a normal distribution with the standard deviation 0.02, and
+    biases are zero.
 
     Args:
         num_features: The number of features that it maps to 256 outputs.
@@ -202,7 +215,7 @@ def target_temperature(progress: float, constants: Constants) -> float:
     """Return the softmax temperature of the targets of self-distillation.
 
     It changes linearly from ``first_temperature`` to ``last_temperature`` over the
-    share ``rampup`` of the phase.
+    share ``rampup`` of the phase, and stays there.
 
     Args:
         progress: The share of the phase that is done, 0-1.
@@ -219,14 +232,15 @@ def distillation_loss(
 ) -> Tensor:
     """Return the cross-entropy of each view's prediction with that of the other view.
 
-    The prediction of the other view is the target. It is sharper, and gets no gradient.
+    The softmax of the other view at the temperature ``sharp`` is the target, without
+    gradient.
 
     Args:
         joint: Cosines of two views with all prototypes, (2, B, C). Known classes and
             labeled rows come first.
         num_labeled: The number of labeled rows.
         num_masked: The targets of unlabeled rows are zero at the first ``num_masked``
-            outputs.
+            outputs. 0 masks none.
         tau: The temperature of the predictions.
         sharp: The temperature of the targets.
 
@@ -245,7 +259,8 @@ def distillation_loss(
 def compute_imbalance(logits: Tensor) -> Tensor:
     """Return log K minus the entropy of the mean prediction.
 
-    It says how far the mean prediction is from equally frequent classes.
+    It says how far the mean prediction is from equally frequent classes: 0 if they are.
+    All workers call this.
 
     Args:
         logits: Logits of this worker's rows, (V, B, K). The mean of the softmax is over

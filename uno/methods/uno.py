@@ -36,7 +36,7 @@ class Uno(Method):
             config: The configuration of the run.
 
         Returns:
-            The total loss, and the loss of each cluster head.
+            The total loss, and the loss of each cluster head, (H,).
         """
         if _has_extensions(config):
             return extensions.extended_objective(state, batch, config)
@@ -47,7 +47,8 @@ class Uno(Method):
     ) -> dict[str, Tensor]:
         """Create an empty queue of projections for Sinkhorn, if the run has one.
 
-        The size Q of the queue is ``objective.queue_size``.
+        The size Q of the queue in rows is ``objective.queue_size``. It is on the device
+        of the model.
 
         Args:
             config: The configuration of the run.
@@ -56,7 +57,7 @@ class Uno(Method):
 
         Returns:
             "queue", zeros (V_large, H, Q, P), or (V_large, H, Q, 2P) with
-            overclustering heads; empty if Q is 0.
+            overclustering heads. The mapping is empty if Q is 0.
         """
         size, num_families = config.objective.queue_size, 1 if model.over is None else 2
         if not size:
@@ -66,9 +67,10 @@ class Uno(Method):
         return {"queue": torch.zeros(shape, device=model.known.weight.device)}
 
     def needs_teacher(self, config: Config) -> bool:
-        """Return whether the loss needs the pretrained network: if rKD has a weight.
+        """Return whether ``objective.rkd_weight`` is above 0.
 
-        rKD distils the pretrained network's outputs for known classes.
+        The loss then distils the outputs of the pretrained network, the teacher, for
+        known classes (rKD).
         """
         return config.objective.rkd_weight > 0
 
@@ -81,11 +83,10 @@ class Uno(Method):
 
 
 def _has_extensions(config: Config) -> bool:
-    """Return whether any addition to UNO is switched on.
+    """Return whether any addition to UNO is switched on, that is, its setting is not 0.
 
-    These are the mutual-information terms of IIC (invariant information clustering),
-    class-relation knowledge distillation (rKD), and the queue of earlier projections
-    for Sinkhorn.
+    These are the two terms of IIC (invariant information clustering), class-relation
+    knowledge distillation (rKD), and the queue of earlier projections for Sinkhorn.
     """
     return any(getattr(config.objective, name) for name in EXTENSIONS)
 

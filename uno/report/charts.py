@@ -108,23 +108,27 @@ def line_chart(
     x_ticks: Sequence[tuple[float, str]] | None = None,
     width: int = WIDTH,
 ) -> Chart | None:
-    """Draw curves in a line chart. Points that are not finite are left out.
+    """Compute the drawing of curves and marks in a line chart.
+
+    Points of curves that are not finite, and curves without any other point, are left
+    out. Of a curve with more than 300 points 300 evenly spaced ones are drawn.
 
     Args:
         title: Title of the chart.
         x_label: Label of the x axis.
         series: The curves.
-        dots: Further marks.
+        dots: Further marks, with finite positions in the units of the axes.
         x_range: The lower and upper end of the x axis; None for the smallest and the
             largest x of all points and marks.
         y_range: The lower and upper end of the y axis; None for the smallest y of all
             points and marks, or zero if that is smaller, and the largest y.
         x_ticks: Pairs of an x value and its label on the x axis; None for round
-            numbers.
+            whole numbers.
         width: Width in pixels.
 
     Returns:
-        The chart, or None if there is neither a finite point nor a mark.
+        The chart with all positions in pixels, or None if there is neither a finite
+        point nor a mark. An axis with equal ends is made one unit long.
     """
     kept = [
         s._replace(points=[p for p in s.points if all(map(math.isfinite, p))])
@@ -143,7 +147,7 @@ def line_chart(
     )
 
     def at_x(x: float) -> float:
-        """Return the pixel of an x value."""
+        """Return the pixel of an x value, counted from the left."""
         return round((x - x_low) / (x_high - x_low) * width, 1)
 
     def at_y(y: float) -> float:
@@ -178,7 +182,10 @@ def line_chart(
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Return about four round numbers between the ends of an axis.
+    """Return about five round numbers from one end of an axis to the other.
+
+    They are all multiples of a step in the range, ends included, in ascending order.
+    The step is 1, 2 or 5 times a power of ten, and is near a quarter of the range.
 
     Args:
         low: The lower end.
@@ -235,12 +242,15 @@ class Matrix(NamedTuple):
 
     @property
     def has_numbers(self) -> bool:
-        """Whether the cells of the heat map are large enough to show their counts."""
+        """Whether cells are large enough to show their counts: at least 26 pixels."""
         return self.side >= MIN_NUMBER_SIDE
 
     @property
     def errors(self) -> list[Cell]:
-        """The ten most frequent confusions of a class with an output, largest first."""
+        """The at most ten cells with the most images that do not count as correct.
+
+        They are in descending order of images, then in that of rows and columns.
+        """
         wrong = (cell for cell in self.cells if not cell.is_match)
         return sorted(wrong, key=lambda c: (-c.num_images, c.row, c.column))[:10]
 
@@ -252,7 +262,11 @@ def draw_matrix(
     matching: Counts,
     num_known: int = 0,
 ) -> Matrix | None:
-    """Draw a confusion matrix as a heat map.
+    """Compute the drawing of a confusion matrix as a heat map.
+
+    Rows are the true classes in the given order. Columns are the outputs, first those
+    that are matched with a class, in the order of the classes, then all others. Names
+    are made printable and cut off after 120 characters.
 
     Args:
         title: Title of the drawing.
@@ -264,7 +278,7 @@ def draw_matrix(
 
     Returns:
         The drawing, or None if all counts are 0 or there are more than ``MAX_MATRIX``
-        classes or outputs.
+        (160) classes or outputs.
     """
     total = int(counts.sum())
     if not total or max(counts.shape) > MAX_MATRIX:
@@ -297,7 +311,8 @@ def choose_points(num_rows: int, seed: int) -> NDArray[np.int64]:
         seed: Seed of the random choice.
 
     Returns:
-        Indices int64 of at most ``MAX_POINTS`` rows, in ascending order.
+        Indices int64 in ascending order: of ``MAX_POINTS`` (1,500) rows, or of all if
+        there are no more.
     """
     return np.sort(
         np.random.default_rng([seed, REPORT_MAP]).permutation(num_rows)[:MAX_POINTS]
@@ -309,14 +324,16 @@ def place_points(
 ) -> tuple[NDArray[np.int64], str] | None:
     """Compute a two-dimensional map of features, by PCA and then t-SNE.
 
+    This uses one thread. Features that are NaN count as 0.
+
     Args:
         features: Features (P, D).
         seed: Seed of PCA and t-SNE.
 
     Returns:
-        Coordinates of the rows, int64 (P, 2), from 0 to ``EXTENT``; and a sentence that
-        says how they were computed. None if there are fewer than ``MIN_POINTS`` rows,
-        fewer than two features, or all rows are the same.
+        Coordinates of the rows, int64 (P, 2), from 0 to ``EXTENT`` (1,000); and a text
+        that says how they were computed. None if there are fewer than ``MIN_POINTS``
+        (10) rows, fewer than two features, or all rows are practically the same.
     """
     from sklearn.decomposition import PCA
     from sklearn.manifold import TSNE
@@ -383,7 +400,8 @@ def group_points(
         xy: Coordinates of the points, int64 (P, 2).
 
     Returns:
-        A group for each class that has a point, and one for points without a class.
+        A group for each class that has a point, in the order of classes. Points without
+        a class, if any, are a first group with the name "no truth".
     """
     groups = []
     for index in np.unique(classes).tolist():

@@ -28,6 +28,12 @@ Class names are in quotes and not escaped.
 def warnings(setting: str, facts: RunData, findings: SampleSummary | None) -> Warnings:
     """Yield the warnings of all checks of a run, for its report.
 
+    Two checks are of predictions, if there are unlabeled training rows among them: the
+    sizes of several discovered classes, and in the setting "ncd" whether more than 10%
+    of the rows are assigned to known classes. The checks of the run directory follow:
+    accuracy no better than that of a clustering, phases that are not finished, and
+    skipped training steps.
+
     Args:
         setting: ``"ncd"`` if unlabeled images belong to novel classes only, ``"gcd"``
             if they may belong to known classes, too.
@@ -35,8 +41,7 @@ def warnings(setting: str, facts: RunData, findings: SampleSummary | None) -> Wa
         findings: Summary of the predicted rows; None if nothing was predicted.
 
     Yields:
-        Pairs of two sentences: what was seen, and what it may mean or what to do. Those
-        about predictions come first.
+        Pairs of two texts: what was seen, and what it may mean or what to do.
     """
     if findings is not None and findings.num_unlabeled:
         if len(findings.clusters) > 1:
@@ -56,11 +61,16 @@ def warnings(setting: str, facts: RunData, findings: SampleSummary | None) -> Wa
 def _class_sizes(clusters: Sequence[Cluster]) -> Warnings:
     """Warn if discovered classes are almost empty or very unequal in size.
 
+    A class is almost empty if it has at most 2% of an equal share of the images. Sizes
+    are very unequal if the largest class has more than three times the images of the
+    smallest class that is not almost empty.
+
     Args:
         clusters: The discovered classes, at least one.
 
     Yields:
-        Pairs of two sentences: what was seen, and what to do.
+        Up to two pairs of texts: what was seen, and what to do. At most four of the
+        almost empty classes are named.
     """
     equal_share = sum(cluster.count for cluster in clusters) / len(clusters)
     used = [c for c in clusters if c.count > UNUSED * max(equal_share, 1)]
@@ -87,15 +97,17 @@ def _class_sizes(clusters: Sequence[Cluster]) -> Warnings:
 def _no_better_than_clustering(facts: RunData) -> Warnings:
     """Warn if a plain clustering of the same images is at least as accurate as the run.
 
-    In the GCD setting the accuracy on all unlabeled images is compared, in the NCD
-    setting the task-aware accuracy on training images of novel classes.
+    If there are metrics of generalized category discovery (GCD), the accuracy on all
+    unlabeled training images is compared, else the task-aware accuracy on training
+    images of novel classes. The run has the mean accuracy of its heads. It is compared
+    with the best of the clusterings whose accuracy the metrics have.
 
     Args:
         facts: Metrics that the run directory records. Without both accuracies there is
             no warning.
 
     Yields:
-        At most one pair of sentences: what was seen, and what it means.
+        At most one pair of texts: what was seen, and what it means.
     """
     table, group, images = ACCURACY, "novel", "novel"
     key = "train/novel/task_aware/acc/avg"
@@ -121,10 +133,11 @@ def _unfinished_phases(facts: RunData) -> Warnings:
     """Warn of training phases that stopped early, and of skipped training steps.
 
     Args:
-        facts: The training history that the run directory records.
+        facts: The training history that the run directory records. Its last line of a
+            phase counts. A phase without lines gives no warning.
 
     Yields:
-        Pairs of two sentences: what was seen, and what to do.
+        Up to two pairs of texts for each phase: what was seen, and what to do.
     """
     for phase in PHASES:
         last = (facts.entries(phase) or [{}])[-1]

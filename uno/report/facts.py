@@ -1,4 +1,4 @@
-"""Read metrics, environment and training history from the directory of a run."""
+"""Read metrics, environment and history from a run directory, and draw charts."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -56,15 +56,18 @@ class RunData:
 
     @property
     def has_trained(self) -> bool:
-        """Whether the run took a training step, in any phase."""
+        """Whether a line of ``metrics.jsonl`` has a step above 0, in any phase."""
         return any(entry.get("step", 0) for entry in self.journal)
 
     def head_losses(self) -> list[list[float]]:
-        """Return the cluster loss of each head in each logged line of discovery.
+        """Return the cluster loss of each head after each epoch of discovery.
+
+        Lines of ``metrics.jsonl`` without losses of heads, which are those within an
+        epoch, are left out. So are lines with a loss that is not a finite number, and
+        lines with another number of heads than the last line has.
 
         Returns:
-            A list for each line, in order, with one loss for each head. Lines with
-            another number of heads than the last one are left out.
+            A list for each remaining line, in order, with one loss for each head.
         """
         losses = [entry.get("head_losses") for entry in self.entries("discover")]
         rows = [
@@ -76,8 +79,9 @@ class RunData:
 def read_facts(storage: Storage, metrics: Mapping[str, float] | None = None) -> RunData:
     """Read the files of a run directory that its report shows.
 
-    Missing files count as empty. So do damaged files, but their names are recorded in
-    the attribute ``unreadable`` of the result.
+    Missing files count as empty. So do files that cannot be read or parsed, but their
+    names are recorded in the attribute ``unreadable`` of the result. No error is raised
+    for either. Metrics that are not finite numbers are left out.
 
     Args:
         storage: The run directory.
@@ -90,10 +94,12 @@ def read_facts(storage: Storage, metrics: Mapping[str, float] | None = None) -> 
     unreadable: list[str] = []
 
     def read(name: str, empty: Any) -> Any:
-        """Read a file of the run directory, or return ``empty`` if it is damaged.
+        """Read a file of the run directory, or return ``empty`` if it cannot be read.
 
         The type of ``empty`` says what the file holds: a list of JSON lines, a JSON
-        mapping, or text.
+        mapping, or text. A missing file counts as empty. The name of a file that cannot
+        be read, or that holds something else, is added to ``unreadable``. Lines that
+        are no JSON objects are left out.
         """
         content: Any = None
         with suppress(StorageError, ValueError):
@@ -123,7 +129,7 @@ def read_facts(storage: Storage, metrics: Mapping[str, float] | None = None) -> 
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Return whether a value of a JSON file is a finite number."""
+    """Return whether a value of a JSON file is a finite number, and not a boolean."""
     return (
         isinstance(value, int | float)
         and not isinstance(value, bool)
@@ -134,8 +140,9 @@ def is_number(value: Any) -> TypeGuard[float]:
 def curves(facts: RunData) -> list[Chart]:
     """Draw charts of the training history of a run.
 
-    They are the loss and the learning rate of each phase over steps, and the loss of
-    each cluster head over epochs. Charts without a point are left out.
+    They are, for each phase in order, the loss and the learning rate over steps, and
+    then one chart with the loss of each cluster head over the epochs of discovery.
+    Charts without a point are left out.
 
     Args:
         facts: The content of the run directory, with the lines of metrics.
@@ -164,9 +171,9 @@ def estimate_chart(facts: RunData) -> Chart | None:
         facts: The content of the run directory, with the estimate.
 
     Returns:
-        A chart over k, of the mean F1 score of known classes, or for a frozen encoder
-        of the probability of k; None if the run has no estimate of the number of
-        classes.
+        A chart over k with the curves that the estimate has: the mean F1 score of known
+        classes, or for a frozen encoder the probability of k. None if the run has no
+        estimate of the number of classes, or no curve of it has a finite value.
     """
     ks, stored = facts.estimate.get("ks"), facts.estimate.get("curves")
     if not isinstance(ks, list) or not isinstance(stored, dict):
@@ -181,12 +188,13 @@ def estimate_chart(facts: RunData) -> Chart | None:
 
 
 def _series(name: str, xs: Sequence[Any], ys: Sequence[Any]) -> Series:
-    """Return a curve, without the points that have no finite x or y.
+    """Return a curve, without the points whose x or y is not a finite number.
 
     Args:
         name: Name for the legend.
         xs: The x values, read from JSON, of any type.
-        ys: The y values, likewise.
+        ys: The y values, likewise. If there are more values of one kind, the rest is
+            ignored.
     """
     points = [
         (x, y) for x, y in zip(xs, ys, strict=False) if is_number(x) and is_number(y)
@@ -197,7 +205,8 @@ def _series(name: str, xs: Sequence[Any], ys: Sequence[Any]) -> Series:
 def times(facts: RunData) -> list[tuple[str, str]]:
     """Describe how long the training steps of each phase took.
 
-    A phase that took no steps has no lines of metrics, and is left out.
+    A phase without lines of metrics is left out. The numbers of steps and epochs are
+    those of its last line.
 
     Args:
         facts: The content of the run directory, with the lines of metrics.
@@ -218,6 +227,9 @@ def times(facts: RunData) -> list[tuple[str, str]]:
 
 def training_seconds(entries: Sequence[dict[str, Any]]) -> float:
     """Sum the wall time of the steps of a phase, without evaluation.
+
+    A line whose step is not above that of all lines before it, or that has no finite
+    numbers, is ignored.
 
     Args:
         entries: The lines of metrics of the phase. ``step_ms`` is the mean time of the

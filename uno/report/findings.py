@@ -83,8 +83,11 @@ class SampleSummary:
 def summarize(task: Task, sample: Sample) -> SampleSummary:
     """Summarize a model's predictions for sampled rows, as a whole and by class.
 
-    The summary has the sizes of the discovered classes, the confidence of the model,
-    the agreement of its cluster heads, and the similarity of classes.
+    The summary has the sizes of the discovered classes that the user neither merged nor
+    dropped, the confidence of the model, and the agreement of its cluster heads, all
+    over the sampled unlabeled training rows; and the most similar classes of each
+    discovered class, by :func:`class_similarity` of all sampled rows, where a row has
+    its label as class or else its prediction. A statistic of no rows is NaN.
 
     Args:
         task: The rows of the run, with labels and true classes.
@@ -137,7 +140,7 @@ def summarize(task: Task, sample: Sample) -> SampleSummary:
 def _majority(truth: NDArray[np.int64], names: list[str]) -> tuple[str, float] | None:
     """Return the most frequent true class of some rows, and its share.
 
-    Of several classes that are as frequent, it is the first.
+    Of several classes that are as frequent, it is the one with the lowest index.
 
     Args:
         truth: True classes of the rows, int64 (n,), as indices into ``names``; -1 for
@@ -173,10 +176,10 @@ def class_similarity(features: Tensor, classes: Tensor, num_classes: int) -> Ten
         num_classes: Number of classes C.
 
     Returns:
-        Cosines (C, C) of the directions of the class means, after the mean of all
-        classes was subtracted. 1 means identical, and 0 or less means no more similar
-        than two classes are on average. The diagonal, and classes without rows, are
-        minus infinity.
+        Cosines (C, C) of the class means. Features and class means are scaled to length
+        one, and then the mean of all class means is subtracted. 1 means identical, and
+        0 or less means no more similar than two classes are on average. The diagonal,
+        and the rows and columns of classes without rows, are minus infinity.
     """
     member = F.one_hot(classes, num_classes).float()  # (N, C)
     has_rows = member.any(dim=0)
@@ -197,7 +200,8 @@ def nearest(
         first_output: The index of the first of these classes among the model's outputs.
 
     Returns:
-        At most ``NUM_NEAREST`` pairs of index and similarity, the most similar first.
+        At most ``NUM_NEAREST`` (3) pairs of the index among the model's outputs and the
+        similarity, the most similar first.
     """
     order = np.argsort(-similarity, kind="stable")[:NUM_NEAREST]
     return [

@@ -27,15 +27,20 @@ def render(
 ) -> str:
     """Render an HTML page that forbids every request and every script but its own.
 
+    The template also gets the style sheet, the script, its hash for the page's content
+    security policy, and the present local time: ``style``, ``script``, ``script_hash``
+    and ``generated``.
+
     Args:
         template: File name of the template.
         context: Values for the template by name, which are escaped.
-        package: Package with further templates, besides those of ``uno.report``.
+        package: Package with further templates. Templates of ``uno.report`` come first.
         script: File name of the page's JavaScript in the templates of ``uno.report``;
             an empty string for none.
 
     Returns:
-        The page as text that can be encoded as UTF-8.
+        The page as text that can be encoded as UTF-8. Characters that cannot be are
+        replaced by question marks.
     """
     assets = resources.files("uno.report") / "templates"
     code = (assets / script).read_text("utf-8") if script else ""
@@ -61,8 +66,9 @@ def render(
 def _environment(package: str) -> Environment:
     """Return the Jinja environment that renders pages.
 
-    It escapes all values, fails on undefined names, and has the formats of this module
-    as filters. The environment of a package is made once.
+    It escapes all values, fails on undefined names, and has the functions of this
+    module that format numbers, ``plural``, ``visible`` and ``shlex.quote`` (as
+    ``quoted``) as filters. The environment of a package is made once and cached.
 
     Args:
         package: Package with further templates, besides those of ``uno.report``.
@@ -92,6 +98,8 @@ def count(number: float) -> str:
 def percent(fraction: float | None) -> str:
     """Format a fraction in percent with one decimal: 0.123 becomes ``12.3``.
 
+    The percent sign is left out.
+
     Args:
         fraction: A number, usually 0-1. None (no value) and NaN become a dash.
     """
@@ -99,7 +107,11 @@ def percent(fraction: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a number of seconds as ``48 s``, ``12 min`` or ``3 h 05 min``."""
+    """Format a number of seconds as ``48 s``, ``12 min`` or ``3 h 05 min``.
+
+    Below 100 s it is in whole seconds, from there in whole minutes, rounded, and from
+    60 minutes in hours and minutes.
+    """
     if seconds < 100:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

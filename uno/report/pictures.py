@@ -107,7 +107,8 @@ class Album:
 
         Returns:
             Thumbnails of all members, or of ``max_tiles`` of them that are evenly
-            spaced in the order of confidence.
+            spaced in the order of confidence. Rows without pictures have a text
+            instead.
         """
         ranked = self._ranked(members)
         if len(ranked) > self.max_tiles:
@@ -122,7 +123,9 @@ class Album:
             members: Indices of the members in the sample.
 
         Returns:
-            One picture with the members side by side; texts for rows without pictures.
+            One picture with at most ``NUM_PREVIEWED`` (6) members side by side, the
+            most confident first. For rows without pictures, the texts of at most
+            ``NUM_TEXTS`` (2) members. Without members neither.
         """
         ranked = self._ranked(members)[:NUM_PREVIEWED]
         if not self.has_pictures:
@@ -135,8 +138,8 @@ class Album:
     def sheet(self, positions: NDArray[np.int64]) -> tuple[str, int]:
         """Draw thumbnails of many rows in one picture, for the t-SNE map.
 
-        The thumbnails are squares in lines of :data:`SHEET_COLUMNS`, in the given
-        order.
+        The thumbnails are squares of at most ``SHEET_SIDE`` (24) pixels in lines of
+        :data:`SHEET_COLUMNS` (40), in the given order.
 
         Args:
             positions: Indices of the rows in the sample, int64 (n,).
@@ -152,7 +155,9 @@ class Album:
         return encode(images, SHEET_COLUMNS, SHEET_QUALITY), side
 
     def _ranked(self, members: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return rows in the order of their class's probability, the highest first.
+        """Return rows in the order of confidence, the highest first.
+
+        The confidence is the probability of a row's predicted class.
 
         Args:
             members: Indices of the rows in the sample, int64 (n,).
@@ -167,7 +172,7 @@ class Album:
             side: Side of the squares in pixels.
 
         Returns:
-            uint8 (n, 3, side, side).
+            Pixels uint8 (n, 3, side, side), black for images that cannot be decoded.
         """
         assert self._images is not None
         images = self._images.take(positions)
@@ -180,8 +185,10 @@ class Album:
             positions: Indices of the rows in the sample, int64 (n,).
 
         Returns:
-            A thumbnail with its caption for each row. Rows without pictures have a text
-            alone.
+            A thumbnail for each row, in this order: a PNG of up to 16 pixels or a
+            larger WebP, and the caption of the row or an empty string. Rows without
+            pictures have no thumbnail; their text is the caption, or else the
+            identifier, cut off after ``MAX_TEXT`` (300) characters.
         """
         if not self.has_pictures:
             return [
@@ -204,9 +211,10 @@ class Album:
 
 
 def _shorter_side(image: Image) -> int:
-    """Return the shorter side of an encoded image in pixels.
+    """Return the shorter side of an image in pixels, from its header.
 
-    If the image cannot be read it is the side of the largest thumbnails.
+    For an image that cannot be read the result is ``SIDE`` (160), the side of the
+    largest thumbnails.
     """
     try:
         return min(read_header(image)[1:3])

@@ -47,8 +47,9 @@ def write_report(
 ) -> str:
     """Write ``report.html`` into the directory of a run.
 
-    Without the data or without a trained model, the report shows what the directory
-    still holds.
+    A sample of the rows is classified for it. Without the data, or if the model cannot
+    be loaded or applied, the report shows what the directory still holds; in the second
+    case the report names the error, and a warning is logged.
 
     Args:
         config: The configuration of the run.
@@ -58,15 +59,17 @@ def write_report(
         note: A sentence for the top of the report, such as why there is no ``task``; ""
             for none.
         model: The model of the run; None for the one in its directory, or of its newest
-            checkpoint. It is moved to ``device``.
+            checkpoint. Its network is moved to ``device``. It is not used without a
+            ``task``.
         metrics: The metrics of the run by key; None for those in its directory.
 
     Returns:
         The path or URI of the report.
 
     Raises:
-        StorageError: The report cannot be written. Damaged files of the run raise no
-            error; the report names them.
+        StorageError: The report cannot be written, or the storage fails while images
+            are read for their thumbnails. Damaged files of the run raise no error; the
+            report names them.
     """
     run_data = facts.read_facts(storage, metrics)
     values = run_data.metrics
@@ -125,8 +128,12 @@ def open_task(config: Config, storage: Storage) -> tuple[Task | None, str]:
 
     Returns:
         The rows with their classes and splits, and an empty string; or None and a
-        sentence that says why the data cannot be shown: it is gone, or it has changed
-        since the run. Neither raises an error.
+        sentence that says why the data cannot be shown. Either it cannot be read; or it
+        has changed since the run: an image was modified, or the fingerprint of the data
+        differs from the recorded one, if there is one.
+
+    Raises:
+        StorageError: The stored modification times of the images cannot be read.
     """
     recorded = facts.read_facts(storage).environment.get("data_fingerprint")
     try:
@@ -152,8 +159,9 @@ def _predicted_parts(
 ) -> dict[str, Any]:
     """Return the values of the report's template that show predictions, by name.
 
-    They are, among others, a card with pictures for each class, the confusion matrix
-    and the t-SNE map. ``data`` is read by the JavaScript of the page.
+    They are, among others, a card with pictures for each class, discovered ones in
+    descending order of size; the confusion matrix and the t-SNE map, each None if it
+    cannot be drawn; and ``data``, which the JavaScript of the page reads.
 
     Args:
         task: The rows of the run.
@@ -181,8 +189,10 @@ def _predicted_parts(
             cluster: The summary of a discovered class; None for other classes.
 
         Returns:
-            Values by name. ``off`` has the members of another true class than the
-            class, or than the majority of a discovered class.
+            Values by name. ``off`` has the indices in the sample of the members whose
+            true class is known and is another one than the class, or than that of the
+            majority of a discovered class. ``preview`` shows members of a discovered
+            class, and labeled rows of a known class.
         """
         rows, expected = members[output], output
         if cluster is not None:
@@ -227,9 +237,9 @@ def _editable_classes(sample: Sample) -> dict[str, Any] | None:
 
     Returns:
         ``model``, the hash of the model; and ``entries``, for each class its index,
-        name, displayed name, kind ("known" or "novel"), and the class that it is merged
-        into (itself if it is not merged, None if it is dropped). None if the run is not
-        finished.
+        name, displayed name, kind ("known" or "novel"), and the index of the class that
+        it is merged into (its own if it is not merged, None if it is dropped). None if
+        the model has no hash, because it is that of an unfinished run.
     """
     if not sample.model_hash:
         return None
@@ -256,7 +266,8 @@ def _members(
     Returns:
         Indices in the sample, int64 (n,), by the index of the class among the model's
         outputs. The unlabeled training rows of classes that the user dropped are
-        together under :data:`REJECTED`, if there are any.
+        together under :data:`REJECTED` (-1). This key is left out if no row of the
+        sample is assigned to such a class.
     """
     output = sample.output
     masks = {c.output: findings.unlabeled & (output == c.output) for c in clusters}
@@ -275,7 +286,9 @@ def _confusion_matrix(
 ) -> charts.Matrix | None:
     """Draw the confusion matrix of all classes, with their joint matching.
 
-    Labeled rows count with their label as true class.
+    Labeled rows count with their label as true class. Columns are the classes that the
+    user neither merged nor dropped and, if a class was dropped, a last one for the rows
+    of all dropped classes, which are correct for no class.
 
     Args:
         task: The rows of the run.
@@ -326,11 +339,12 @@ def _map(
         seed: Seed of the choice of rows and of t-SNE.
 
     Returns:
-        Three values. ``caption`` says how the map was computed. ``layers`` has the
-        points grouped by true class ("true", if any is known) and by predicted class
-        ("predicted"). ``points`` has coordinates, classes and pictures for the
-        JavaScript of the page. None if there are too few rows or all features are the
-        same.
+        Three values by name. ``caption`` says how the map was computed. ``layers`` has
+        the points grouped by true class ("true", only if a row of the sample has a
+        novel true class) and by predicted class ("predicted"). ``points`` has
+        coordinates, classes and pictures for the JavaScript of the page. None if
+        :func:`uno.report.charts.place_points` cannot place the points: there are too
+        few rows or features, or all features are the same.
     """
     chosen = charts.choose_points(len(sample.index), seed)
     placed = charts.place_points(sample.features[chosen], seed)
@@ -346,7 +360,7 @@ def _map(
     def layer(
         classes: NDArray[np.int64], names: list[str], novel_colors: list[int]
     ) -> list[charts.Group]:
-        """Group the points of the map by class.
+        """Group the points of the map by class, each class with its color.
 
         Args:
             classes: The class of each point, int64 (P,); -1 if it is not known.

@@ -64,8 +64,9 @@ class Sample:
     def names(self) -> list[str]:
         """The name of each output class of the model, as predictions show it.
 
-        A discovered class is ``novel-1`` or as the user named it. Classes that the user
-        dropped share the name ``rejected``.
+        A discovered class is named like ``novel-1``, or as the user named it. A merged
+        class keeps its own name. Classes that the user dropped share the name
+        ``rejected``, or ``rejected-1`` and so on if another class has this name.
         """
         return [name for name, _ in prediction_labels(self.classes)]
 
@@ -73,7 +74,7 @@ class Sample:
     def kept(self) -> list[int]:
         """The indices of the output classes that the user neither merged nor dropped.
 
-        Known classes come first.
+        They are ascending, so known classes come first.
         """
         return [c.index for c in self.classes if c.into == c.index]
 
@@ -97,7 +98,8 @@ class Sample:
     def output(self) -> NDArray[np.int64]:
         """The output class that the best head assigns to each sampled row, int64 (M,).
 
-        The best head is the one with the lowest training loss.
+        The best head is the one with the lowest training loss. A row is never assigned
+        to a class that was merged into another one, but may be to a dropped class.
         """
         return self.votes[:, self.best_head]
 
@@ -124,7 +126,8 @@ class Sample:
 def choose_rows(task: Task, limit: int, seed: int) -> NDArray[np.int64]:
     """Choose at most ``limit`` rows of a run at random.
 
-    Labeled, unlabeled and test rows keep their shares.
+    Labeled rows, unlabeled training rows and test rows keep their shares. Their numbers
+    are rounded down, so that a few less than ``limit`` may be chosen.
 
     Args:
         task: The rows of the run.
@@ -152,6 +155,10 @@ def open_model(
 ) -> Classifier:
     """Load the model of a run: the finished model, or else the newest checkpoint.
 
+    The finished model is left aside if its files are damaged, or if its known classes
+    are not those of ``task``. A model from a checkpoint has no hash and no alignment of
+    its heads, and its classes have their first names.
+
     Args:
         config: The configuration of the run.
         storage: The run directory.
@@ -159,7 +166,10 @@ def open_model(
         device: The device for the model.
 
     Raises:
-        StorageError: The directory holds neither.
+        StorageError: The directory has no valid checkpoint of discovery either.
+        ConfigError: The library or the callable of the encoder is missing.
+        RuntimeError: The checkpoint does not fit the network, as with other numbers of
+            classes.
     """
     with suppress(StorageError):
         model = load_classifier(storage, device)
@@ -177,9 +187,14 @@ def open_model(
 def score_sample(task: Task, model: Classifier, decode: Decode) -> Sample:
     """Predict a random sample of rows, as many as take about a minute.
 
+    These are at most 20,000 rows on a GPU or if features are in memory, else 4,000, or
+    2,500 if images have sides of more than 64 pixels. If the model does not know which
+    clusters of its heads are the same class, they are matched by the unlabeled training
+    rows of the sample.
+
     Args:
         task: The rows of the run.
-        model: The model of the run.
+        model: The model of the run. Its configuration has the seed of the sample.
         decode: Decodes batches of row numbers for the model, as
             :func:`uno.results.infer.decoder` returns it.
 
