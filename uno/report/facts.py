@@ -1,6 +1,6 @@
 """Read metrics, environment and history from a run directory, and draw charts."""
 
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,6 +15,7 @@ from uno.report.page import duration
 from uno.runs.journal import read_journal
 from uno.text import plural
 
+COUNTS = ("step", "total_steps", "epoch", "skipped_steps")  # of a line of metrics
 ESTIMATE_CURVES = {
     "f1": "mean F1 of classes",
     "probability": "probability of k classes",
@@ -81,7 +82,8 @@ def read_facts(storage: Storage, metrics: Mapping[str, float] | None = None) -> 
 
     Missing files count as empty. So do files that cannot be read or parsed, but their
     names are recorded in the attribute ``unreadable`` of the result. No error is raised
-    for either. Metrics that are not finite numbers are left out.
+    for either. Metrics that are not finite numbers are left out, and lines of metrics
+    with a count that is none.
 
     Args:
         storage: The run directory.
@@ -117,7 +119,11 @@ def read_facts(storage: Storage, metrics: Mapping[str, float] | None = None) -> 
     return RunData(
         metrics={k: float(value) for k, value in results.items() if is_number(value)},
         environment=read(runs.ENVIRONMENT_FILE, {}),
-        journal=read(runs.METRICS_FILE, []),
+        journal=[
+            entry
+            for entry in read(runs.METRICS_FILE, [])
+            if all(is_number(entry.get(key, 0)) for key in COUNTS)
+        ],
         bad=[
             (name_bad(entry), str(entry.get("reason", "")))
             for entry in read(BAD_SAMPLES, [])
@@ -133,7 +139,7 @@ def is_number(value: Any) -> TypeGuard[float]:
     return (
         isinstance(value, int | float)
         and not isinstance(value, bool)
-        and math.isfinite(value)
+        and abs(value) <= sys.float_info.max  # an int may be larger than any float
     )
 
 

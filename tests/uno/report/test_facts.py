@@ -10,6 +10,7 @@ import torch
 from PIL import Image as Pillow
 
 from tests.uno.report.runs import hostile_task, small_config, write_run
+from uno.data.files import Storage
 from uno.data.images import InMemory
 from uno.data.memory import DecodedImages, RowBlocks
 from uno.data.sources import read_rows
@@ -217,6 +218,17 @@ def test_training_time_is_that_of_the_steps_whatever_the_batch_size():
         {"phase": "discover", "step": 20, "step_ms": 9000.0, "images_per_s": 1.0},
     ]
     assert facts.training_seconds(lines) == pytest.approx(10 + 20)
+
+
+def test_numbers_that_are_none_are_left_out(tmp_path):
+    lines = ['"step": 3, "loss": 1e999', '"step": null', '"step": 4, "epoch": "x"']
+    text = "\n".join(f'{{"phase": "discover", {line}}}' for line in lines)
+    (tmp_path / "metrics.jsonl").write_text(text)
+    (tmp_path / "metrics.json").write_text('{"a": 1' + "0" * 400 + ', "b": 2}')
+    found = facts.read_facts(Storage(str(tmp_path)))
+    assert found.metrics == {"b": 2}
+    assert facts.times(found) == [("Discovery time", "0 s for 3 steps, 0 epochs")]
+    assert facts.curves(found) == []
 
 
 def test_line_chart_places_points_and_skips_nan():
