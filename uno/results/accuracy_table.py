@@ -1,4 +1,4 @@
-"""Tables of a run's accuracies, for the console, the model card and the report.
+"""Define tables of a run's accuracies for console, model card and report.
 
 A table has rows of metrics, and columns of image groups ("known", "novel", "all") for
 each split ("train", "test").

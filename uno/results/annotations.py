@@ -1,4 +1,4 @@
-"""Predictions as files that other tools import.
+"""Write predictions as files that other tools import, and count labels given there.
 
 In an annotation tool a person confirms or corrects the predicted classes, and
 :mod:`uno.data.label_files` reads them back. None of the tools needs to be installed,

@@ -63,7 +63,8 @@ def evaluate_run(
     metrics. If classes were merged or dropped (``model/classes.json``), the outputs are
     those of predictions. If none was, and an unlabeled row can be read, rank 0 writes
     ``alignment.json`` for :func:`~uno.results.infer.save_model`: which clusters of
-    different heads are the same class. Workers exchange which images were unreadable.
+    different heads are the same class. Streamed images that turn out to be unreadable
+    are listed in the run directory.
 
     Args:
         config: The configuration of the run.

@@ -96,12 +96,13 @@ def verdict(values: Mapping[str, float]) -> Verdict | None:
         with too few unlabeled rows. If they have an expected accuracy, as for the
         method ``clustering``, that accuracy (the one-to-one one) decides the word:
         "trustworthy" from 0.75, "doubtful" from 0.5, and otherwise "not trustworthy".
-        If not, the score decides, see :func:`_judge_by_held_out`. The reasons are, in this order: the expected
-        accuracy with its interval if there is one, held-out labeled images, the
-        agreement with k-means and of nearest neighbors, and pairs of classes that look
-        like one if there are any. If the features do not tell images apart, or 99 % of
-        the unlabeled rows are in one class, the run is not trustworthy, and the reasons
-        are only the held-out labeled images and this fact.
+        If not, the score decides, see :func:`_judge_by_held_out`. The reasons are, in
+        this order: the expected accuracy with its interval if there is one, held-out
+        labeled images, the agreement with k-means and of nearest neighbors, and pairs
+        of classes that look like one if there are any. If the features do not tell
+        images apart, or at least 99 % of the unlabeled rows are in one class, the run
+        is not trustworthy, and the reasons are only the held-out labeled images and
+        this fact.
     """
     if KMEANS not in values:
         return None
