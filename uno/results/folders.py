@@ -100,6 +100,7 @@ def sort_images(
             shard, cannot be read.
         StorageError: The file of an image can no longer be read, a file of the
             predictions is missing or damaged, or a copy cannot be written.
+        BadImage: A row of vectors names a picture whose bytes are no image.
     """
     output.claim_directory(
         storage, MARK, read_identity(storage) or {}, "folder of sorted images"
