@@ -1,4 +1,4 @@
-"""Tables of a run's accuracies, for the console, the model card and the report.
+"""Define tables of a run's accuracies for console, model card and report.
 
 A table has rows of metrics, and columns of image groups ("known", "novel", "all") for
 each split ("train", "test").
@@ -80,6 +80,9 @@ class Table(NamedTuple):
     def filled(self, values: Mapping[str, float]) -> list[Row]:
         """Return the rows of this table that have a value in at least one cell.
 
+        The cells of all splits and groups count. For a metric with one value for each
+        head, the key of the mean over the heads ("avg") must be there.
+
         Args:
             values: The metrics of a run, by key.
         """
@@ -110,11 +113,11 @@ class Table(NamedTuple):
 
 
 def accuracy_rows() -> list[Row]:
-    """Return the rows of the table :data:`ACCURACY`.
+    """Return all rows of the table :data:`ACCURACY`, in order.
 
-    These are the accuracy under each protocol, the baselines of the novel classes
-    (chance, k-means and spectral clustering), and the other metrics of novel classes
-    under the task-aware protocol, such as NMI.
+    These are the accuracy under each protocol, then the baselines of the novel classes
+    (chance, k-means and spectral clustering), and last the other metrics of novel
+    classes under the task-aware protocol, such as NMI, which the console does not show.
     """
     protocols = [
         Row(
@@ -200,12 +203,17 @@ GENERALIZED = Table(
 def filled_tables(values: Mapping[str, float]) -> list[Table]:
     """Return the accuracy tables for which a run has at least one value.
 
-    In generalized category discovery, clusterings of the novel rows alone are left out
-    of the accuracy table. They were told which rows are novel, so nothing in the run
-    compares with them.
+    If the run has a value of :data:`GENERALIZED`, as in generalized category discovery,
+    the rows of :data:`ACCURACY` whose key begins with "baseline/" are left out. These
+    clusterings of the novel rows alone were told which rows are novel, so nothing in
+    the run compares with them.
 
     Args:
         values: The metrics of the run, by key.
+
+    Returns:
+        :data:`GENERALIZED` and :data:`ACCURACY` in this order, either only if it has a
+        value. Rows of a table without a value are not removed.
     """
     tables = [table for table in (ACCURACY, GENERALIZED) if table.filled(values)]
     if GENERALIZED not in tables:
@@ -220,6 +228,8 @@ def filled_tables(values: Mapping[str, float]) -> list[Table]:
 def has_several_heads(values: Mapping[str, float]) -> bool:
     """Return whether any metric differs between the average and the best head.
 
+    A metric ``KEY/avg`` without ``KEY/best`` counts as equal.
+
     Args:
         values: The metrics of a run, by key.
     """
@@ -232,12 +242,18 @@ def has_several_heads(values: Mapping[str, float]) -> bool:
 def format_table(values: Mapping[str, float]) -> str:
     """Format the main metrics of a run as text of at most 80 columns.
 
-    A table has at most twelve rows of numbers in percent. All metrics are in
-    ``metrics.json``. If a metric differs between the mean over the heads and the best
-    head, both have a row, otherwise one row stands for both.
+    The tables of :func:`filled_tables` follow each other, with their rows for the
+    console that have a value (``in_console``), and the lines of the legend. The numbers
+    are in percent with one decimal, and a missing number is left blank. "train" and
+    "test" have columns if any key begins with the name of the split. If any metric
+    differs between the mean over the heads and the best head, each metric that depends
+    on the head has a row for both, otherwise only one for the mean.
 
     Args:
         values: The metrics of the run, by key, as fractions.
+
+    Returns:
+        Lines of text without blanks at their ends, and without a line break at the end.
     """
     splits = [
         split for split in SPLITS if any(key.startswith(f"{split}/") for key in values)
@@ -245,11 +261,11 @@ def format_table(values: Mapping[str, float]) -> str:
     several = has_several_heads(values)
 
     def line(name: str, cells: list[str]) -> str:
-        """Join the title of a row and its cells, one for each split, to a line."""
+        """Join the title of a row and its cells, one text for each split, to a line."""
         return f"{name:<32}" + "".join(f" |{cell}" for cell in cells)
 
     def cell(key: str) -> str:
-        """Format a metric in percent, or as blanks if the run does not have it."""
+        """Format a metric in percent, 7 characters; blanks if ``values`` lacks it."""
         return f"{100 * values[key]:7.1f}" if key in values else " " * 7
 
     lines = [line("", [f"{SPLITS[split]:^21}" for split in splits])]

@@ -1,4 +1,4 @@
-"""Predictions as files that other tools import.
+"""Write predictions as files that other tools import, and count labels given there.
 
 In an annotation tool a person confirms or corrects the predicted classes, and
 :mod:`uno.data.label_files` reads them back. None of the tools needs to be installed,
@@ -36,7 +36,8 @@ def export_predictions(
 ) -> list[str]:
     """Write the predictions of a run, or of ``uno predict``, for another tool.
 
-    Annotation tools get only images that could be read.
+    Annotation tools get only images that could be read, and tables all rows. Files that
+    exist are replaced.
 
     Args:
         storage: The run, or the output directory of ``uno predict``.
@@ -47,12 +48,13 @@ def export_predictions(
             its id). Tables ignore it.
 
     Returns:
-        The paths of the written files.
+        The paths or URIs of the written files.
 
     Raises:
         ConfigError: ``images`` is None, an image has no file of its own, and the format
             is "label-studio" or "fiftyone".
-        StorageError: The directory has no complete predictions, or they are damaged.
+        StorageError: The directory has no complete predictions, they are damaged, or a
+            file cannot be written.
     """
     if read_identity(storage) is None:
         raise StorageError(
@@ -67,7 +69,7 @@ def export_predictions(
 
 
 def read_predicted(storage: Storage) -> Iterator[dict[str, Any]]:
-    """Yield the images of complete predictions that could be read.
+    """Yield the images of complete predictions that could be read, in row order.
 
     Args:
         storage: The directory of the predictions.
@@ -78,7 +80,7 @@ def read_predicted(storage: Storage) -> Iterator[dict[str, Any]]:
         and "status" ("ok").
 
     Raises:
-        StorageError: A file is damaged.
+        StorageError: A file is missing or damaged.
     """
     for batch in read_batches(storage, [*FACTS, "status"]):
         yield from (row for row in batch.to_pylist() if row["status"] == "ok")
@@ -90,7 +92,8 @@ def locate_image(row: Mapping[str, Any], images: str | None) -> str:
     Args:
         row: A row of the predictions, with its "id" and "uri" (path or URI, or None).
         images: The folder or URL of the images as the tool sees it; the result is this,
-            a slash and the id of the row. None for the "uri" of the row.
+            a slash and the id of the row, which is percent-encoded after a URL. None
+            for the "uri" of the row.
 
     Raises:
         ConfigError: The image is inside a table or an archive, and ``images`` is None.
@@ -109,9 +112,10 @@ def locate_image(row: Mapping[str, Any], images: str | None) -> str:
 def write_label_studio(
     rows: Iterable[Mapping[str, Any]], images: str | None
 ) -> dict[str, bytes]:
-    """Write tasks with predictions, and the labeling configuration for them.
+    """Format tasks with predictions for Label Studio, and their labeling configuration.
 
-    Local paths become URLs of Label Studio's local files with the document root ``/``.
+    No file is written. Absolute local paths become URLs of Label Studio's local files
+    with the document root ``/``.
     Label Studio keeps the ``data`` of each task that it exports, and so the id.
 
     Args:
@@ -162,7 +166,9 @@ def write_label_studio(
 def write_fiftyone(
     rows: Iterable[Mapping[str, Any]], images: str | None
 ) -> dict[str, bytes]:
-    """Write a ``FiftyOneImageClassificationDataset`` that refers to the images.
+    """Format a ``FiftyOneImageClassificationDataset`` that refers to the images.
+
+    No file is written.
 
     Args:
         rows: The images, with the keys of :func:`read_predicted`: "id", "uri",
@@ -202,14 +208,15 @@ def write_fiftyone(
 def write_cvat(
     rows: Iterable[Mapping[str, Any]], images: str | None
 ) -> dict[str, bytes]:
-    """Write tags of images as "CVAT for images 1.1".
+    """Format tags of images as "CVAT for images 1.1".
 
-    CVAT finds an image by its name in the task.
+    CVAT finds an image by its name in the task. No file is written, but the header of
+    each image file is read.
 
     Args:
         rows: The images, with the keys of :func:`read_predicted`: "id", "uri",
             "class_name", "kind" and "probability". The size of an image is read from
-            the file at "uri", and left out if there is none.
+            the file at "uri", and left out if that is None or cannot be read.
         images: The folder to which the id of an image is appended for its name. None if
             the name is the id.
 
@@ -244,16 +251,22 @@ def write_cvat(
 def write_cells(storage: Storage, target: Storage) -> str:
     """Write the predictions as ``predictions.h5ad``, which anndata reads.
 
-    The results of each row are columns of ``obs``, under the names of the table of
-    predictions; they are missing where a row could not be read. Embeddings are in
-    ``obsm["X_uno"]``, if ``uno predict --embedding`` has written them.
+    The ids of the rows are the names of the cells. The other columns of the predictions
+    except class_index and uri are columns of ``obs``, under the same names; class_name,
+    kind and the scores are missing where a row could not be read. Embeddings are in
+    ``obsm["X_uno"]``, if ``uno predict --embedding`` has written them, with NaN for
+    rows that could not be read. A file of this name is replaced.
 
     Args:
-        storage: The directory with the predictions.
+        storage: The directory with the predictions, which must be complete.
         target: The directory of the file.
 
     Returns:
-        The path of the file.
+        The path or URI of the file.
+
+    Raises:
+        StorageError: A file of the predictions is missing or damaged, or the .h5ad file
+            cannot be written.
     """
     names = [name for name in COLUMNS if name not in ("class_index", "uri")]
     has_embedding = (read_identity(storage) or {})["embedding"]
@@ -277,19 +290,22 @@ def count_labels(
 ) -> dict[int, Counter[str]]:
     """Count the labels that people gave to the images of the predictions of a run.
 
-    Images with which the run was trained as labeled ones are left out.
+    Left out are images with which the run was trained as labeled ones, images that
+    could not be read, and names that match no image, see
+    :func:`~uno.data.label_files.match_images`.
 
     Args:
         storage: The run.
         labels: The id or path of an image -> its class.
 
     Returns:
-        Index of a class -> how many images that are predicted as this class have which
-        label.
+        Index of a predicted class -> label -> the number of images. A dropped class
+        counts the images that were rejected because of it. A class without such images
+        is left out, so the result can be empty.
 
     Raises:
         ConfigError: No label is of an image of the predictions.
-        StorageError: The run has no complete predictions.
+        StorageError: The run has no complete predictions, or they are damaged.
     """
     table = read_columns(storage, ["id", "uri", "label", "class_index"])
     if table is None:
@@ -314,7 +330,8 @@ def count_labels(
 def measure_image(path: str | None) -> dict[str, str]:
     """Return the width and height of an image file.
 
-    Only the header of the file is read.
+    The beginning of the file is read, and the whole file if that does not hold the
+    header. Nothing is decoded.
 
     Args:
         path: The path or URI of the file; None for an image without a file.
@@ -333,10 +350,10 @@ def measure_image(path: str | None) -> dict[str, str]:
 
 
 def format_xml(root: ElementTree.Element) -> bytes:
-    """Return an indented XML document in UTF-8.
+    """Return an indented XML document in UTF-8 with a line break at the end.
 
-    It has no XML declaration, because Label Studio refuses one, and UTF-8 is the
-    default of XML.
+    The tree of ``root`` is indented in place. The document has no XML declaration,
+    because Label Studio refuses one, and UTF-8 is the default of XML.
     """
     ElementTree.indent(root)
     return ElementTree.tostring(root, "unicode").encode() + b"\n"
@@ -359,13 +376,17 @@ TABLES: dict[str, Callable[[Storage, Storage], str]] = {
 
 
 def update_tables(storage: Storage) -> list[str]:
-    """Write the tables of a run's predictions again that are in its directory.
+    """Write ``predictions.csv`` and ``predictions.h5ad`` of a run again if they exist.
 
     Args:
-        storage: The run, whose predictions have changed.
+        storage: The run, whose predictions have changed and are complete.
 
     Returns:
-        The names of the files, such as "predictions.csv".
+        The names of the files that existed and were replaced.
+
+    Raises:
+        StorageError: A file of the predictions is missing or damaged, or a table cannot
+            be written.
     """
     names = {"csv": CSV_FILE, "h5ad": CELLS_FILE}
     present = [format for format in TABLES if storage.exists(names[format])]

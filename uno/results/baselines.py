@@ -74,9 +74,15 @@ def start_model(
         device: The device of the network.
 
     Returns:
-        The network without a novel head; None if no baseline can be computed, because
-        ``rows`` has fewer rows of novel classes than there are novel clusters, and in
-        the GCD setting fewer unlabeled rows than classes.
+        The network without a novel head, with the weights of
+        ``config.model.weights`` or of this run's phases before discovery. None if no
+        baseline can be computed: ``rows`` has fewer rows of novel classes than there
+        are novel clusters; and either the setting is not "gcd", or there are also fewer
+        unlabeled rows than known and novel classes.
+
+    Raises:
+        ConfigError: This run's pretraining had another number of known classes.
+        StorageError: The weights, or the checkpoint that holds them, cannot be read.
     """
     if not any(_has_enough_rows(config, train, rows)):
         return None
@@ -112,7 +118,8 @@ def baselines(
 ) -> list[Baseline]:
     """Prepare the baselines of a run: clusterings of rows by their features.
 
-    All workers call this function, and each reads a share of the rows.
+    All workers call this function. Each computes the features of a share of the rows,
+    and gets those of all. Only the clusterings are left for later.
 
     Args:
         config: The configuration of the run.
@@ -121,9 +128,10 @@ def baselines(
         rows: The training rows with their true classes.
 
     Returns:
-        :func:`novel_baselines` of the rows of novel classes, and
-        :func:`generalized_baselines` in the GCD setting. Each still has to be computed.
-        A kind for which there are too few rows is left out.
+        :func:`novel_baselines` of the rows of novel classes, and in the GCD setting
+        also :func:`generalized_baselines`. Each is left out if too few rows could be
+        read: fewer rows of novel classes than novel clusters, or fewer unlabeled rows
+        than known and novel classes, or no labeled row.
     """
     found, (enough, mixed) = list[Baseline](), _has_enough_rows(config, train, rows)
     if enough:
@@ -145,8 +153,9 @@ def novel_baselines(config: Config, rows: Rows, num_novel: int) -> Iterator[Base
     The rows are clustered by their features. Nothing is computed here: a
     :class:`Baseline` has a job that computes the clusters on one rank, and a function
     that turns the clusters into metrics. Their keys are
-    ``baseline/{kmeans|spectral}/novel/{metric}``. Spectral clustering is left out if
-    there are more than ``MAX_GRAPH_ROWS`` rows.
+    ``baseline/{kmeans|spectral}/novel/{metric}``, with the names in
+    :data:`uno.results.metrics.METRICS`. Spectral clustering is left out if there are
+    more than ``MAX_GRAPH_ROWS`` (20,000) rows.
 
     Args:
         config: The configuration of the run, which has the seed.
@@ -179,6 +188,9 @@ def _score_novel(
         truth: True classes (N,), any integers.
         num_novel: The number of clusters.
         clusters: Clusters (N,) from 0 to ``num_novel`` - 1.
+
+    Returns:
+        Every metric of :data:`uno.results.metrics.METRICS`; empty if N is 0.
     """
     return {
         f"{path}/{metric}": value
@@ -191,6 +203,9 @@ def spectral_clusters(
 ) -> Tensor:
     """Cluster rows by spectral clustering of the graph of their nearest neighbors.
 
+    The graph is that of the leading principal directions of the features, scaled to
+    length one. Of 10 starts of k-means the best counts.
+
     Args:
         features: Features (N, D) of labeled and unlabeled rows, D numbers each.
         labels: Known classes of the labeled rows, and FREE (-1) for unlabeled ones,
@@ -201,7 +216,9 @@ def spectral_clusters(
         seed: Seed of k-means.
 
     Returns:
-        Clusters (N_u,) of the unlabeled rows. If ``gcd``, the known classes come first.
+        Clusters of the unlabeled rows, int64 (N_u,). With C_l for the largest label
+        plus 1, C_l + j is the novel cluster j. The numbers from 0 to C_l - 1 are the
+        known classes, which only occur if ``gcd``.
     """
     points = F.normalize(fit_principal_space(features)(features), dim=1)
     clustering = Clustering.of(points, labels, num_novel, gcd)
@@ -237,12 +254,12 @@ def direction_clusters(features: ArrayLike, num_clusters: int, seed: int) -> Ten
     not centered. The starts are those of k-means++, and the best of 10 counts.
 
     Args:
-        features: Features (N, D).
-        num_clusters: The number of clusters.
+        features: Features (N, D), on the CPU.
+        num_clusters: The number of clusters K, at most N.
         seed: Seed of the starts.
 
     Returns:
-        Clusters (N,).
+        Clusters from 0 to K - 1, int64 (N,).
     """
     directions = F.normalize(
         torch.from_numpy(np.asarray(features, dtype=np.float64)), dim=1
@@ -260,12 +277,12 @@ def generalized_baselines(
     :class:`Baseline` has a job that computes the clusters on one rank, and a function
     that turns the clusters into metrics. Their keys are
     ``baseline/{kmeans|constrained_kmeans|spectral}/gcd/{all|old|new}``, where old are
-    known and new are novel classes.
+    known and new are novel classes. A group without rows has no key.
 
-    k-means uses no label. In the other two the labeled rows are fixed to their classes.
-    Spectral clustering is left out if there are more than ``MAX_GRAPH_ROWS`` rows.
-    Nothing is yielded if fewer unlabeled rows than classes or no labeled rows can be
-    read.
+    "kmeans" uses no label. In the other two the labeled rows are fixed to their
+    classes. Spectral clustering is left out if there are more than ``MAX_GRAPH_ROWS``
+    (20,000) labeled and unlabeled rows. Nothing is yielded if there are fewer unlabeled
+    rows than known and novel classes, or no labeled rows.
 
     Args:
         config: The configuration of the run, which has the seed.
@@ -283,8 +300,8 @@ def generalized_baselines(
         """Cluster the unlabeled rows by k-means.
 
         Args:
-            setting: "gcd" to fix the labeled rows to the known classes, "ncd" to ignore
-                them.
+            setting: "gcd" to fix the labeled rows to the known classes, "ncd" to use
+                them only for the mean by which all rows are centered.
             num_novel: The number of novel clusters. Without fixed rows all clusters are
                 novel.
 
@@ -303,7 +320,8 @@ def generalized_baselines(
             clusters: Clusters of the unlabeled rows, (N_u,).
 
         Returns:
-            The accuracies of all, old (known) and new (novel) rows by key.
+            The accuracies of all, old (known) and new (novel) rows by key. A group
+            without rows has no key.
         """
         num_true = max(num_outputs, int(truth.max()) + 1)
         counts = metrics.confusion(
@@ -331,8 +349,9 @@ def generalized_baselines(
 def read_features(config: Config, model: UnoModel, rows: EvalData) -> Rows:
     """Compute the features of rows on all workers; each worker reads a share.
 
-    At most ``MAX_BASELINE_ROWS`` rows are used, and fewer if the images are streamed.
-    Rows that cannot be read are left out.
+    All workers must call this. At most ``MAX_BASELINE_ROWS`` (50,000) rows are used,
+    evenly spaced, and fewer if the images are streamed. Rows that cannot be read are
+    left out.
 
     Args:
         config: The configuration of the run, which has the batch size.
@@ -340,7 +359,11 @@ def read_features(config: Config, model: UnoModel, rows: EvalData) -> Rows:
         rows: The rows with their true classes.
 
     Returns:
-        Features and true classes of the readable rows, the same on every worker.
+        Features, as the encoder computes them, and true classes of the readable rows,
+        on the CPU; the same on every worker.
+
+    Raises:
+        StorageError: An image's file cannot be read now, but perhaps later.
     """
     (chosen,) = rows.choose_rows(MAX_BASELINE_ROWS)
     batches, load = rows.plan_reading([chosen], config.train.eval_batch_size)

@@ -92,9 +92,12 @@ class ModelClasses(BaseModel):
     def _check(self) -> ModelClasses:
         """Check that classes are numbered in order, known first, and that one is left.
 
+        Returns:
+            The object itself, as pydantic requires.
+
         Raises:
             ValueError: They are not, a class is merged into a class that does not
-                exist, or all are merged or dropped.
+                exist, or all known and novel classes are merged or dropped.
         """
         kinds = [c.kind for c in self.classes]
         targets = (None, *range(len(kinds)))
@@ -115,7 +118,8 @@ class ModelClasses(BaseModel):
             data: The content of the file.
 
         Raises:
-            StorageError: The content is damaged.
+            StorageError: The content is damaged, or has more than ``MAX_CLASSES``
+                classes.
         """
         try:
             return cls.model_validate_json(data)
@@ -136,7 +140,10 @@ class ModelClasses(BaseModel):
 
     @property
     def is_measured(self) -> bool:
-        """Whether the metrics of the run belong to the present merges and drops."""
+        """Whether the metrics of the run belong to the present merges and drops.
+
+        If ``measured`` is None, they belong to classes without any merge or drop.
+        """
         at_first = hashes(without_merges(self.classes))["routes"]
         return (self.measured or at_first) == hashes(self.classes)["routes"]
 
@@ -149,7 +156,8 @@ def first_classes(known: Sequence[str], num_novel: int) -> list[OutputClass]:
     """Return the output classes of a model that was just trained.
 
     Discovered classes are named ``novel-1``, ``novel-2`` and so on. A name that a known
-    class already has is skipped.
+    class already has, also in another case, is skipped, and the next number is taken.
+    No class is merged or dropped.
 
     Args:
         known: The names of the known classes, by index.
@@ -165,8 +173,9 @@ def first_classes(known: Sequence[str], num_novel: int) -> list[OutputClass]:
 def prediction_labels(classes: Sequence[OutputClass]) -> list[tuple[str, str]]:
     """Return the name and the kind that predictions give to the rows of each class.
 
-    Rows of a dropped class have the kind "rejected" and the name "rejected". If a class
-    that was not dropped has this name, the name is "rejected-1" and so on.
+    Rows of all dropped classes have the kind "rejected" and the name "rejected". If a
+    class that was not dropped has this name, also in another case, the name is
+    "rejected-1" and so on. A merged class keeps its own name and kind here.
 
     Args:
         classes: All output classes of the model, by index.
@@ -184,7 +193,7 @@ def prediction_labels(classes: Sequence[OutputClass]) -> list[tuple[str, str]]:
 
 
 def _untaken_names(names: Iterable[str], taken: Iterable[str]) -> Iterator[str]:
-    """Yield the names that are not taken.
+    """Yield the names that are not taken, in their order.
 
     Names that differ only in case or Unicode form count as equal.
 
@@ -197,9 +206,10 @@ def _untaken_names(names: Iterable[str], taken: Iterable[str]) -> Iterator[str]:
 
 
 def merge_outputs(probabilities: Tensor, classes: Sequence[OutputClass]) -> Tensor:
-    """Add the probabilities of merged classes to those of their targets.
+    """Return probabilities in which those of merged classes are added to their targets.
 
-    A dropped class keeps its probability. A merged class gets the probability 0.
+    A dropped class keeps its probability. A merged class gets the probability 0. The
+    input is not changed.
 
     Args:
         probabilities: Probabilities of all outputs, (..., C).
@@ -254,8 +264,9 @@ def hashes(classes: Sequence[OutputClass]) -> dict[str, str]:
         classes: All output classes of the model, by index.
 
     Returns:
-        "names": a hash of all names. "routes": a hash of the class that each class is
-        merged into, or that it was dropped. Both have 12 hexadecimal digits.
+        "names": a hash of all names. "routes": a hash of what happens to each class,
+        which is kept, merged into another class, or dropped. Both have 12 hexadecimal
+        digits.
     """
     routes = ["rejected" if c.into is None else c.into for c in classes]
     values = {"names": [c.name for c in classes], "routes": routes}
@@ -268,7 +279,8 @@ def hashes(classes: Sequence[OutputClass]) -> dict[str, str]:
 def template(classes: Sequence[OutputClass], model_hash: str) -> str:
     """Return the text of a new ``classes.yaml`` for the user to edit.
 
-    It has an entry with the index, name and action of every discovered class.
+    It has comments that explain it, the hash of the model, and an entry with the index,
+    name and action of every discovered class. No file is written.
 
     Args:
         classes: The classes of the model. Their present names and actions are written.
@@ -313,11 +325,11 @@ class ClassEdit(BaseModel):
     def _check_name(cls, name: object) -> str:
         """Return the name without surrounding blanks, in Unicode's composed form.
 
-        A whole number is converted to text.
+        A whole number is converted to text, and not checked further.
 
         Raises:
-            ValueError: The name is no text, is empty or too long, or has characters
-                that cannot be printed.
+            ValueError: The name is neither text nor a whole number, is empty, is longer
+                than ``MAX_LABEL_LENGTH``, or has characters that cannot be printed.
         """
         if type(name) is int:
             return str(name)
@@ -331,10 +343,13 @@ class ClassEdit(BaseModel):
     @field_validator("action", mode="before")
     @classmethod
     def _check_action(cls, action: object) -> str:
-        """Return the action with single blanks: "keep", "drop" or "merge into NAME".
+        """Return the action in its usual form: "keep", "drop" or "merge into NAME".
+
+        Blanks around it are removed, blanks before NAME become single ones, and NAME
+        gets Unicode's composed form. Whether the class NAME exists is not checked.
 
         Raises:
-            ValueError: It is another action.
+            ValueError: It is another action. Capital letters are not accepted.
         """
         pattern = r"\A\s*merge\s+into\s+"
         wanted = re.sub(pattern, MERGE, composed(str(action))).strip()
@@ -355,7 +370,10 @@ class ClassEdits(BaseModel):
 def read_edits(
     data: bytes, where: str, classes: Sequence[OutputClass], model_hash: str
 ) -> list[OutputClass]:
-    """Read the names and actions of an edited ``classes.yaml``.
+    """Apply the names and actions of an edited ``classes.yaml`` to the classes.
+
+    The actions replace former merges and drops of discovered classes. ``classes`` are
+    not changed.
 
     Args:
         data: The content of ``classes.yaml``.
@@ -367,8 +385,11 @@ def read_edits(
         All classes of the model, known ones too, with the new names, merges and drops.
 
     Raises:
-        ConfigError: The file is invalid or belongs to another model. The message has
-            one line and names the class.
+        ConfigError: The file is no such YAML file or belongs to another model; a
+            discovered class has no entry, or two; a name or an action is invalid; a
+            kept class has the name of another kept or known class; a class is merged
+            into none of these; or all discovered classes are dropped. The message has
+            one line.
     """
     tree = parse_yaml(data, where)
     if tree.get("model") != model_hash:
@@ -441,8 +462,8 @@ def _index_kept_names(
         classes: All classes of the model.
 
     Raises:
-        ValueError: Two of these classes have the same name, or names that differ only
-            in case or Unicode form.
+        ValueError: A kept class has the same name as a known or another kept class, or
+            a name that differs from it only in case or Unicode form.
     """
     targets = {c.name: c.index for c in classes if c.kind == "known"}
     alike = {folded(name): name for name in targets}
@@ -471,7 +492,7 @@ def _find_target(
         edits: The entry of each discovered class, by index.
 
     Raises:
-        ValueError: There is no class NAME, or it is merged or dropped itself.
+        ValueError: There is no known or kept class of exactly this NAME.
     """
     wanted = edit.action.removeprefix(MERGE)
     if wanted in targets:
@@ -486,18 +507,20 @@ def _find_target(
 def rename_classes(
     classes: Sequence[OutputClass], words: Sequence[str]
 ) -> list[OutputClass]:
-    """Change the names of discovered classes.
+    """Return the classes with new names for some discovered classes.
 
     Args:
         classes: All classes of the model. They are not changed.
         words: Names to set, such as ``5=nine`` or ``novel-1=nine``: the index or the
-            present name of a discovered class, and its new name.
+            present name of a discovered class, and its new name, after the first "=".
+            A number that is such an index counts as the index, even if a class has it
+            as its name.
 
     Returns:
-        All classes. Whether the new names are valid is not checked.
+        All classes. Whether the new names are valid or unique is not checked.
 
     Raises:
-        ConfigError: A word has another form or names no discovered class.
+        ConfigError: A word has no new name, or names no discovered class.
     """
     novel = {c.name: c.index for c in classes if c.kind == "novel"}
     renamed = list(classes)
@@ -527,18 +550,20 @@ def name_classes(
     """Name discovered classes by the labels that people gave to their images.
 
     A class gets the label of more than half of its labeled images. If that is the name
-    of another class, known or discovered, it is merged into that class; of several
-    discovered classes with one label, the one with the most such images is kept. A
-    class without such a label stays as it is.
+    of another class that is kept, known or discovered, it is merged into that class; of
+    several discovered classes with one label, the one with the most such images is
+    kept, and the others are merged into it. A class without such a label, and a class
+    that is merged or dropped already, gets no name. Classes that were merged into a
+    class follow it if it is merged now.
 
     Args:
-        classes: The present classes.
-        labels: Index of a class -> how many images that are predicted as this class
-            have which label.
+        classes: All classes of the model. They are not changed.
+        labels: Index of a predicted class -> label -> the number of images, as
+            :func:`~uno.results.annotations.count_labels` returns them.
 
     Returns:
-        All classes with their new names and targets; and a line for each discovered
-        class with labeled images.
+        All classes with their new names and targets; and a line of text for each
+        discovered class with labeled images that is neither merged nor dropped already.
     """
     named, lines = list(classes), list[str]()
     majority = dict[int, tuple[str, int]]()

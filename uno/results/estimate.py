@@ -179,8 +179,8 @@ def require_enough_rows(num_known: int, num_unlabeled: int, frozen: bool) -> Non
         frozen: Whether the encoder is frozen.
 
     Raises:
-        ConfigError: There are fewer than 4 known classes, fewer than 2 with a frozen
-            encoder, or fewer than 2 unlabeled images.
+        ConfigError: There are fewer than 4 known classes (2 with a frozen encoder), or
+            fewer than 2 unlabeled images.
     """
     least = num_classes.MIN_KNOWN if frozen else MIN_KNOWN
     if num_known < least:
@@ -204,9 +204,10 @@ def estimate_num_novel(
 ) -> Estimate:
     """Estimate the number of classes of the unlabeled rows, and store the estimate.
 
-    The estimate is ``estimate.json`` in ``storage``. Pretrained encoders and features
-    are stored there, too, under a hash of what they depend on. The same call continues
-    after an interruption, and returns the stored estimate at once if it is finished.
+    The estimate is ``estimate.json`` in ``storage``. Unless the encoder is frozen,
+    checkpoints of pretrained encoders and features are stored there, too, in folders
+    ``pretrain-HASH`` with a hash of what they depend on. The same call continues after
+    an interruption, and returns the stored estimate at once if it is finished.
 
     Args:
         config: The configuration of the run. If ``model.finetune`` is "none", the
@@ -221,8 +222,9 @@ def estimate_num_novel(
         tasks: Runs pretraining and clustering as ``tasks(function, shared, items)``,
             see :data:`Tasks`; by default :func:`run_local`, in this process. The
             results do not depend on where. It is not used for a frozen encoder.
-        report: Called with a line of text after each pretrained encoder. By default
-            nothing is reported.
+        report: Called with a line of text after each split whose features are there,
+            computed now or stored before; not for a frozen encoder. By default nothing
+            is reported.
 
     Returns:
         The estimate with its interval, as stored in ``estimate.json``.
@@ -306,11 +308,12 @@ def estimate_frozen(
     """Estimate the number of novel classes among the features of a frozen encoder.
 
     Args:
-        config: The configuration of the run.
+        config: The configuration of the run, whose setting and seed are used.
         train: The training rows, with features float32 (N, V, D). The first view is
             used.
         storage: The directory with ``estimate.json``. If the file holds an estimate
-            from the same data and settings, it is returned; otherwise it is written.
+            from the same data, settings and calibration, that is returned; otherwise
+            the file is written or replaced.
         settings: Its ``max_novel`` is the largest number that is considered; None for
             no limit. Nothing else is read.
 
@@ -354,6 +357,9 @@ def read_estimate(storage: Storage, key: str) -> Estimate | None:
 
     Returns:
         The estimate; None if it is missing, damaged or has another key.
+
+    Raises:
+        StorageError: The file cannot be read, or has more than ``MAX_STATE_BYTES``.
     """
     if storage.exists(ESTIMATE_FILE):
         with suppress(ValueError, TypeError, AttributeError):
@@ -374,9 +380,11 @@ def _combine(
 ) -> Estimate:
     """Combine the scores of all splits and numbers of clusters into the estimate.
 
-    The estimate is the k with the largest F1 score, averaged over splits and choices of
-    anchors. Each choice of anchors votes for its own best k, and the interval comes
-    from the votes. Anchors are held-out known classes whose rows are fixed to clusters.
+    The estimate is the k with the largest F1 score, averaged over the choices of
+    anchors of all splits. It is the largest such k, but at least 1. Each choice of
+    anchors votes for its own best k, and the interval comes from the votes, extended to
+    hold the estimate. Anchors are held-out known classes whose rows are fixed to
+    clusters. Nothing is written.
 
     Args:
         splits: The splits of the known classes.
@@ -386,7 +394,7 @@ def _combine(
         known: The names of the known classes, by index.
         settings: The settings of the estimate.
         seed: The seed of :func:`anchor_choices`.
-        key: The hash of everything that the estimate depends on, to store.
+        key: The hash of everything that the estimate depends on, a field of the result.
     """
     described, all_roles = list[dict[str, Any]](), list[dict[str, Any]]()
     for i, split in enumerate(splits):
@@ -464,14 +472,16 @@ def largest_best(curve: Sequence[float]) -> int:
 def class_splits(classes: Sequence[int], num_splits: int, seed: int) -> list[Split]:
     """Draw different splits of the known classes into pretraining and probe classes.
 
-    Probe classes are held out of pretraining. Of 7 or more classes, a quarter are probe
-    classes (the paper has 20 of 80), but at least 4, and at least 3 remain to pretrain
-    on. Of 4 to 6 classes, 2 remain to pretrain on, and all others are probe classes.
+    Probe classes are held out of pretraining. Of 7 or more classes, a rounded quarter
+    are probe classes (the paper has 20 of 80), but at least 4, and at least 3 remain to
+    pretrain on. Of 4 to 6 classes, 2 remain to pretrain on, and all others are probe
+    classes.
     Every class is a probe class about equally often.
 
     Args:
         classes: The indices of the known classes, at least 4.
-        num_splits: The number of splits. There are at most as many as classes.
+        num_splits: The number of splits to draw. If it exceeds the number of classes,
+            there are as many splits as classes.
         seed: The seed of the order of the classes.
     """
     order = (
@@ -504,9 +514,10 @@ def anchor_choices(
         seed: The seed of random choices.
 
     Returns:
-        Sorted class indices of each choice: all possible choices if there are at most
-        ``num_roles``, otherwise ``num_roles`` random ones. At least one probe class is
-        an anchor, and at least one is not.
+        The class indices of the anchors of each choice, ascending: all possible choices
+        if there are at most ``num_roles``, otherwise ``num_roles`` random ones. In each
+        at least one probe class is an anchor, and at least one is not. Equal arguments
+        give equal choices.
     """
     count = len(split.probe)
     anchors = min(max(1, round(settings.anchor_ratio * count)), count - 1)
@@ -530,19 +541,21 @@ def pretrain_split(
 
     The features belong to the rows that pretraining has no labels for: unlabeled rows
     and rows of probe classes, the known classes that are held out. In the GCD setting
-    they belong to all rows. They are stored in the folder of the split, and read from
-    there if they exist.
+    they belong to all rows. They are stored in the folder of the split, next to the
+    checkpoints of the pretraining. If they are there already, they are read, and
+    nothing is pretrained.
 
     Args:
         train: The training rows, on the host.
         settings: The settings of the estimate.
         device: The device of pretraining.
         job: The split of the known classes, the configuration of its pretraining, and
-            the URI of its folder.
+            the path or URI of its folder.
 
     Returns:
-        The whitened features, of length one, of at most ``max_rows`` labeled and as
-        many unlabeled rows.
+        The whitened features, of length one, and the known classes as indices of the
+        run. They are a random sample: at most ``max_rows`` labeled rows, with the same
+        limit for each class, and at most ``max_rows`` unlabeled rows.
     """
     split, config, uri = job
     storage, place, pretrain = (
@@ -582,7 +595,7 @@ def pretrain_split(
 
 
 def _max_novel(settings: Settings, train: TrainSet) -> int:
-    """Return the largest number of novel classes to try.
+    """Return the largest number of novel classes to try, without a frozen encoder.
 
     It is the setting ``max_novel``, by default the number of known classes, but at
     least 10. It is never larger than the number of unlabeled rows or ``max_rows``.
@@ -594,7 +607,7 @@ def _max_novel(settings: Settings, train: TrainSet) -> int:
 
 
 def _sample_rows(labels: Tensor, max_rows: int, seed: int) -> Tensor:
-    """Draw rows at random, with the same limit for every class.
+    """Draw different rows at random, with the same limit for every class.
 
     Args:
         labels: Class of each row, int64 (N,). Unlabeled rows all have the same value,
@@ -704,9 +717,9 @@ def _digest(*parts: Any) -> str:
 
 
 def _fingerprint(train: TrainSet) -> str:
-    """Return a hash of the images and labels of the training rows, as hexadecimal text.
+    """Return a hash of the images and labels of the training rows, 64 hex digits.
 
-    The estimate depends on nothing else of the data.
+    The images may be features. The estimate depends on nothing else of the data.
     """
     total = hashlib.sha256()
     for rows in (train.labels, train.labeled_images, train.unlabeled_images):

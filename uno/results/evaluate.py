@@ -60,9 +60,11 @@ def evaluate_run(
     The metrics are those of all protocols on both splits, the baselines, and the
     measures of :mod:`uno.results.trust`, which need no labels of novel classes. All
     workers call this function, each evaluates a share of the rows, and all get the same
-    metrics. If no class was merged or dropped, rank 0 writes ``alignment.json`` for
-    :func:`~uno.results.infer.save_model`: which clusters of different heads are the
-    same class.
+    metrics. If classes were merged or dropped (``model/classes.json``), the outputs are
+    those of predictions. If none was, and an unlabeled row can be read, rank 0 writes
+    ``alignment.json`` for :func:`~uno.results.infer.save_model`: which clusters of
+    different heads are the same class. Streamed images that turn out to be unreadable
+    are listed in the run directory.
 
     Args:
         config: The configuration of the run.
@@ -71,9 +73,9 @@ def evaluate_run(
         sets: The rows with their true classes, by split: "train" and "test".
         num_true: The number of known and novel classes that the true classes index.
         worker: The process that evaluates: a local process or one rank of several.
-        trained: The trained model, and the index of its best head, the one with the
-            lowest training loss. The model is moved to the worker's device. None loads
-            both from the newest checkpoint of discovery.
+        trained: The trained model in eval mode, and the index of its best head, the one
+            with the lowest training loss. The model is moved to the worker's device.
+            None loads both from the newest checkpoint of discovery.
 
     Returns:
         The metrics, such as ``test/novel/task_aware/acc/best``. Accuracies and most
@@ -81,7 +83,10 @@ def evaluate_run(
         :func:`~uno.results.trust.trust_metrics`.
 
     Raises:
-        StorageError: ``trained`` is None, and there is no valid checkpoint.
+        StorageError: ``trained`` is None, and there is no valid checkpoint; or
+            ``model/classes.json`` is damaged, or an image's file cannot be read now.
+        ConfigError: No labeled or no unlabeled training image can be read, or more
+            images are unreadable than the configuration allows.
     """
     model, best_head = trained or load_trained(
         config, storage, train.num_known, train.num_novel
@@ -177,8 +182,8 @@ def read_edits(storage: Storage) -> Edits | None:
         storage: The run directory.
 
     Returns:
-        The output classes, and the alignment of the heads; None if there is no model
-        yet, or no class was merged or dropped.
+        The output classes, and the alignment of the heads; None if there is no
+        ``model/classes.json`` yet, or no class was merged or dropped.
 
     Raises:
         StorageError: ``model/classes.json`` is damaged.
@@ -280,7 +285,7 @@ def _add_(counts: Tensor, truth: Tensor, output: Tensor, counted: Tensor) -> Non
     """Add rows to counts in place, without synchronizing the device.
 
     Rows that are not counted add zero to class 0. Selecting rows, or ``bincount``,
-    would wait for the device to learn the number of rows.
+    would wait for the device to learn the number of rows. Nothing is done if R is 0.
 
     Args:
         counts: Counts (H, R, P) of (true class, output) pairs.
@@ -322,7 +327,8 @@ def count_outputs(
             for unlabeled (k = 0) and labeled rows (k = 1).
 
     Returns:
-        The counts of each kind, summed over all workers.
+        The counts of each kind, in order, summed over all workers, on the model's
+        device; the same on every worker.
     """
     device, num_novel = model.known.weight.device, num_true - model.num_known
     sizes = model.num_heads, model.num_known, num_novel, model.num_novel
@@ -352,7 +358,8 @@ def protocol_metrics(
     protocols of :data:`~uno.results.metrics.PROTOCOLS` and the metrics of
     :data:`~uno.results.metrics.METRICS`. Known and all rows only have the metric "acc".
     ``{split}/novel/task_aware/chance/acc`` is the accuracy of random predictions. It is
-    absent if no cluster is left. Groups without counted rows have no keys.
+    absent if no novel row is counted, or no cluster is left after merges and drops.
+    Groups without counted rows have no keys.
 
     Args:
         confusions: The counts, summed over workers.
@@ -361,7 +368,8 @@ def protocol_metrics(
         split: The first part of the keys, "train" or "test".
         edits: The merged and dropped classes, None if there are none. Rows of dropped
             outputs are rejected: they count as wrong, and NMI and ARI leave them out.
-            Their share under the best head is ``{split}/{known|novel}/rejected``.
+            If classes were dropped, the share of rejected rows of a group under the
+            best head is ``{split}/{known|novel}/rejected``.
     """
     known, novel, joint = (counts.cpu().numpy() for counts in confusions)
     num_known, dropped = known.shape[-1], edits.dropped if edits else []
@@ -411,7 +419,8 @@ def gcd_metrics(
 
     Returns:
         ``{split}/unlabeled/gcd/{all|old|new}/{avg|best}`` as fractions, where old are
-        known and new are novel classes; empty if no row is counted.
+        known and new are novel classes, avg is the mean over the heads, and best the
+        best head. A group without rows has no keys.
     """
     dropped = [] if edits is None else edits.dropped
     heads = [

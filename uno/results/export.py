@@ -44,6 +44,9 @@ CHECK_ROWS = (1, 3, 8)
 def export(model: Classifier, format: str) -> bytes:
     """Return a model as the content of a file in one of three formats.
 
+    Nothing is written. The content is loaded again and compared with the model on
+    random inputs, except for "onnx" if onnxruntime is not installed.
+
     Args:
         model: The model.
         format: "encoder" for the encoder's weights as safetensors, "pt2" for a program
@@ -53,8 +56,9 @@ def export(model: Classifier, format: str) -> bytes:
         The content of the file.
 
     Raises:
-        ConfigError: The format is unknown; a package that "onnx" needs is missing; or
-            the format is "encoder", and the model takes vectors, so it has no encoder.
+        ConfigError: The format is unknown; it is "onnx", and the package onnx or
+            onnxscript is missing; or it is "encoder", and the model takes vectors, so
+            it has no encoder.
         NumericsError: The file, loaded again, computes something else than the model.
     """
     if format not in FORMATS:
@@ -95,7 +99,8 @@ class Program(nn.Module):
             images: Images uint8 (B, 3, S, S) RGB, or vectors float32 (B, D).
 
         Returns:
-            Probabilities (B, C), where merged classes have been added to their targets.
+            Probabilities (B, C), known classes first. Those of merged classes have been
+            added to those of their targets, and are 0.
         """
         network, data = self.network, self.config.data
         vectors = self.config.model.takes_vectors
@@ -202,8 +207,8 @@ def _export_pt2(model: Classifier) -> bytes:
 def _export_onnx(model: Classifier) -> bytes:
     """Return the model as ONNX, for images or vectors.
 
-    The classes and the hash of the model are stored in it. If onnxruntime is installed,
-    its probabilities for random inputs are compared with those of the model.
+    The classes and the hash of the model are stored in it. Its probabilities for random
+    inputs are compared with those of the model, only if onnxruntime is installed.
 
     Raises:
         ConfigError: The package onnx or onnxscript is not installed.
@@ -282,6 +287,8 @@ def _compare(
 ) -> None:
     """Check that an exported file computes the same as the model on random inputs.
 
+    There are batches of 1, 3 and 8 inputs, see :func:`_random_images`.
+
     Args:
         format: The format, "encoder", "pt2" or "onnx", which decides the tolerance.
         model: The model, which decides the shape of the inputs.
@@ -290,7 +297,8 @@ def _compare(
         expected: The function of the model, with the same input.
 
     Raises:
-        NumericsError: Shapes differ, or values by more than ``TOLERANCE``.
+        NumericsError: Shapes differ, values differ by more than ``TOLERANCE``, or a
+            value is NaN.
     """
     for num in CHECK_ROWS:
         images = _random_images(model, num)
@@ -318,7 +326,8 @@ def _random_images(model: Classifier, num: int) -> Tensor:
 
     Args:
         model: The model, which decides the shape.
-        num: The number of images. It is also the seed.
+        num: The number of images. It is also the seed of a generator of its own, so
+            equal calls return equal inputs.
 
     Returns:
         Images uint8 (num, 3, S, S), or vectors float32 (num, D).
@@ -338,6 +347,10 @@ def model_card(
     model: Classifier, facts: Mapping[str, Any], metrics: Mapping[str, float]
 ) -> str:
     """Return the model card, a description of a trained model, as Markdown.
+
+    It has the encoder, the classes that were merged or dropped, the facts, the verdict
+    and the tables of accuracy, limits, and code that loads the model. No file is
+    written.
 
     Args:
         model: The model.
@@ -388,8 +401,10 @@ def origin(net: ModelConfig) -> str:
         net: The model section of the configuration.
 
     Returns:
-        A text for the model card, such as "trained in this run from random
-        initialization".
+        A text for the model card. Without ``weights`` it is "trained in this run from"
+        random initialization or the weights of the user's callable. Otherwise it says
+        that the input is vectors, names the library's weights with their license if
+        that is known, or names the file or run in ``weights``.
     """
     if net.weights is None:
         library = net.encoder.partition(":")[0]
@@ -418,7 +433,7 @@ def to_onnx(module: nn.Module, input: str, output: str, **traced: Any) -> Any:
             ``dynamic_shapes``.
 
     Returns:
-        The ``ModelProto``.
+        The ``ModelProto``, in memory. Warnings of the exporter are not shown.
     """
     # The exporter warns about future changes of its own code.
     with warnings.catch_warnings(action="ignore"):

@@ -31,16 +31,21 @@ GROUP = 64  # images that are read at a time
 def write_csv(storage: Storage, target: Storage) -> str:
     """Write the predictions as ``predictions.csv`` for spreadsheets.
 
-    All columns but the embedding are written. The file begins with a byte order mark,
-    by which Excel recognizes UTF-8. Text that a spreadsheet would take for a formula
-    has an apostrophe in front.
+    All columns but the embedding are written, for readable and unreadable rows. The
+    file begins with a byte order mark, by which Excel recognizes UTF-8. Text that a
+    spreadsheet would take for a formula has an apostrophe in front. A file of this name
+    is replaced, and temporary files that killed writers of it left are deleted.
 
     Args:
-        storage: The directory with the predictions.
+        storage: The directory with the predictions, which must be complete.
         target: The directory of the file.
 
     Returns:
-        The path of the file.
+        The path or URI of the file.
+
+    Raises:
+        StorageError: A file of the predictions is missing or damaged, or the CSV file
+            cannot be written.
     """
     output.delete_temporary_files_of(target, CSV_FILE)
     schema = pa.schema(COLUMNS)
@@ -54,10 +59,10 @@ def write_csv(storage: Storage, target: Storage) -> str:
 
 
 def _without_formulas(column: pa.Array) -> pa.Array:
-    """Put an apostrophe in front of texts that a spreadsheet would take for formulas.
+    """Return a column with an apostrophe in front of texts that look like formulas.
 
-    These begin with ``=``, ``+``, ``-``, ``@``, a tab or a line end. A column of
-    another type is returned unchanged.
+    These texts begin with ``=``, ``+``, ``-``, ``@``, a tab or a line end. Nulls stay
+    null. A column that is not of strings is returned unchanged.
     """
     if not pa.types.is_string(column.type):
         return column
@@ -69,23 +74,33 @@ def sort_images(
 ) -> str:
     """Copy the images to ``by_class/INDEX-NAME/``, by their predictions.
 
-    Images of dropped classes go to ``by_class/rejected/``. Images that could not be
-    read are left out. In the names of folders and files all characters except ASCII
-    letters, digits and ``._-`` become ``_``. A repeated call writes the same files.
+    INDEX is the index of the predicted class with three digits, and NAME is its name.
+    Images of dropped classes go to ``by_class/rejected/``. Rows that could not be read
+    in the prediction are left out. A file is named by the last part of the row's id. It
+    gets a suffix if it has none, and the row number in front if the name is taken. In
+    the names of folders and files, characters other than ASCII letters, digits and
+    ``._-`` become ``_``. ``by_class/made_from.json`` says which predictions the images
+    belong to. A repeated call writes the same files. Temporary files that killed
+    processes left in ``by_class`` are deleted.
 
     Args:
-        storage: The directory with the predictions.
+        storage: The directory with the predictions, which must be complete, and in
+            which ``by_class`` is written.
         data: The rows that were predicted, in the same order. They must have pictures:
             images, or vectors that name them.
         on_progress: Called as ``on_progress(copied, total)`` with the number of copied
             images and the number of all rows, after each image and at the end.
 
     Returns:
-        The path of ``by_class``.
+        The path or URI of ``by_class``.
 
     Raises:
-        ConfigError: ``by_class`` holds the images of other predictions.
-        StorageError: An image can no longer be read.
+        ConfigError: ``by_class`` holds the images of other predictions, or files that
+            this function did not write; or a file that holds many images, such as a tar
+            shard, cannot be read.
+        StorageError: The file of an image can no longer be read, a file of the
+            predictions is missing or damaged, or a copy cannot be written.
+        BadImage: A row of vectors names a picture whose bytes are no image.
     """
     output.claim_directory(
         storage, MARK, read_identity(storage) or {}, "folder of sorted images"
@@ -125,8 +140,9 @@ def sort_images(
 def _safe(name: str) -> str:
     """Return a name in which only ASCII letters, digits and ``._-`` are left.
 
-    Other characters become ``_``. Only the last 80 characters are kept, and the name
-    does not begin with ``.`` or ``-``. An empty name becomes ``_``.
+    Each run of other characters becomes one ``_``. Only the last 80 characters are
+    kept, and then ``.`` and ``-`` at the beginning are removed. If nothing is left, the
+    result is ``_``.
     """
     return re.sub(r"[^\w.-]+", "_", name, flags=re.ASCII)[-80:].lstrip(".-") or "_"
 
@@ -138,8 +154,14 @@ def _encode(image: Image) -> tuple[bytes, str]:
         image: The path or URI of an image file, which is read; the bytes of an image
             file; or pixels uint8 (H, W, 3), which are encoded as PNG.
 
+    Returns:
+        The encoded image, unchanged if ``image`` is a path, a URI or bytes. The suffix
+        is "" for a path or URI, the format such as ".jpeg" for bytes, and ".png" for
+        pixels.
+
     Raises:
         StorageError: The image file cannot be read.
+        BadImage: The bytes do not begin with the header of an image.
     """
     if isinstance(image, str):
         try:

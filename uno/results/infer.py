@@ -1,4 +1,4 @@
-"""A trained model as a classifier: its scores, its files, and its aligned heads.
+"""Save, load and apply a trained model as a classifier, and align its cluster heads.
 
 Heads are aligned if it is known which of their clusters are the same class. The order
 is: scores of a batch, alignment of heads, saving and loading ``model/``, and scoring
@@ -135,9 +135,10 @@ class Classifier:
 
     @property
     def code(self) -> dict[str, str]:
-        """Hashes of the Python modules of an encoder that is the user's callable.
+        """SHA-256 of the Python modules of an encoder that is the user's callable.
 
-        It is empty for encoders of the package and of libraries.
+        The keys are the names of the modules. The mapping is empty for encoders of this
+        package and of libraries.
         """
         return code_of(self.config.model.encoder, self.module.encoder).get("code", {})
 
@@ -154,7 +155,8 @@ class Classifier:
     def to(self, device: torch.device | str) -> Classifier:
         """Move the network to a device, and return the classifier with this device.
 
-        The network is moved, not copied, so this classifier's network moves, too.
+        The network is moved in place, so this classifier's network moves, too, while
+        its ``device`` does not change. Only the returned classifier is to be used.
 
         Args:
             device: The device, such as "cpu" or "cuda".
@@ -166,12 +168,12 @@ class Classifier:
         """Classify a batch of images.
 
         Args:
-            images: B images uint8 (B, 3, S, S), with sides of S = :attr:`size` pixels
-                and B at most :attr:`batch_rows`; or the D features of each image, as
-                the encoder computes them, (B, D).
+            images: B >= 1 images uint8 (B, 3, S, S), with sides of S = :attr:`size`
+                pixels and B at most :attr:`batch_rows`; or the D features of each
+                image, as the encoder computes them, (B, D). They may be on any device.
 
         Returns:
-            The scores, on the CPU.
+            The scores, on the CPU. The best head predicts the class.
         """
         logits = forward(self.module, images, self.config)
         temperature = self.config.objective.temperature
@@ -188,10 +190,11 @@ def score(
     classes: list[OutputClass],
     alignment: Tensor | None,
 ) -> Scores:
-    """Compute the scores of B images from the logits of one view.
+    """Compute the scores of B images from the logits of their center crops.
 
     Args:
-        logits: The cosines of the images with the prototypes, and their features.
+        logits: The cosines of the images with the prototypes, and their features. Only
+            the first view (index 0) is read.
         temperature: The divisor of the cosines in the softmax.
         best_head: The index of the head that predicts.
         classes: The output classes, which may be merged.
@@ -200,7 +203,8 @@ def score(
             ``head_agreement`` is NaN then.
 
     Returns:
-        The scores. All H heads vote in ``head_agreement``, so it is at least 1 / H.
+        The scores, on the device of the logits. All H heads vote in ``head_agreement``,
+        so it is at least 1 / H; all other scores are of the best head.
     """
     assert logits.novel is not None and logits.features is not None
     known = logits.known[0]  # (B, C_l)
@@ -252,7 +256,8 @@ def class_probabilities(
             numbers of each head.
 
     Returns:
-        Probabilities (H, B, C), which sum to 1 over the classes.
+        Probabilities (H, B, C), known classes first, which sum to 1 over the classes.
+        A merged class has 0, and a dropped class keeps its probability.
     """
     if alignment is not None:
         own = alignment.to(novel.device, non_blocking=True)
@@ -272,8 +277,8 @@ def predicted_novel(known: Tensor, novel: Tensor, best_head: int) -> Tensor:
         best_head: The index of the best head, the one with the lowest training loss.
 
     Returns:
-        A mask, bool (N,). It is True for all rows if no row is assigned to a novel
-        output.
+        A mask, bool (N,), which is False for a tie. It is True for all rows if no row
+        is assigned to a novel output.
     """
     found = novel[best_head].amax(dim=-1) > known.amax(dim=-1)
     return found if found.any() else torch.ones_like(found)
@@ -289,7 +294,8 @@ def align_heads(novel: Tensor, best_head: int) -> Tensor:
 
     Returns:
         For each head and each cluster of the best head the cluster matched to it, int64
-        (H, K) on the CPU. The matching is one to one and shares the most rows.
+        (H, K) on the CPU. The matching is one to one and shares the most rows. For the
+        best head each cluster is matched to itself.
     """
     num, assigned = novel.shape[-1], novel.argmax(dim=-1).cpu().numpy()  # K, (H, N)
     pairs = [
@@ -308,7 +314,7 @@ def align_features(
     Args:
         model: The network.
         config: The configuration of the run. In the GCD setting only rows that the best
-            head assigns to a novel output count.
+            head assigns to a novel output count, or all if there is no such row.
         best_head: The index of the best head, the one with the lowest training loss.
         features: Features of N unlabeled rows, D numbers each, (N, D). At most
             ``SAMPLE_ROWS`` of them, evenly spaced, count.
@@ -335,7 +341,8 @@ def _align(known: Tensor, novel: Tensor, best_head: int, setting: str | None) ->
         novel: Cosines with the K novel prototypes of each of H heads, (H, N, K).
         best_head: The index of the best head, the one with the lowest training loss.
         setting: "ncd", or "gcd", where only rows that the best head assigns to a novel
-            output count. None counts all rows, as "ncd" does.
+            output count, or all if there is no such row. None counts all rows, as "ncd"
+            does.
 
     Returns:
         For each head and each cluster of the best head the cluster matched to it, int64
@@ -353,16 +360,18 @@ def save_model(
     best_head: int,
     known: Sequence[str],
 ) -> Classifier:
-    """Write the files of a trained model to ``model/``.
+    """Write the files of a trained model to ``model/``, and replace existing ones.
 
     They are the configuration, the weights of the encoder under the keys of its
-    library, the weights of the heads, and the classes. If the evaluation has matched
-    the clusters of the heads, ``classes.json`` holds this alignment.
+    library, the weights of the heads, and the classes with their first names. If the
+    evaluation has matched the clusters of the heads to those of ``best_head``
+    (``alignment.json``), ``classes.json`` holds this alignment, otherwise none.
 
     Args:
         config: The configuration of the run.
         storage: The run directory.
-        module: The trained network.
+        module: The trained network. It is changed to eval mode, without gradients, and
+            to the memory format channels_last.
         best_head: The index of the head with the lowest training cluster loss.
         known: The names of the known classes, by index.
 
@@ -402,7 +411,9 @@ def load_classifier(storage: Storage, device: torch.device | str = "cpu") -> Cla
 
     The files are read as data only. There is one exception: an encoder that is
     ``package.module:callable`` is code. It is imported from this machine, never from
-    the directory of the model, and a warning names it before.
+    the directory of the model, and a warning names it before. The same holds for a
+    discovery method ``package.module:METHOD``. If the code of such an encoder differs
+    from that of the run, another warning is logged.
 
     Args:
         storage: The directory.
@@ -410,7 +421,8 @@ def load_classifier(storage: Storage, device: torch.device | str = "cpu") -> Cla
 
     Raises:
         StorageError: There is no model, or its files are damaged.
-        ConfigError: The library or the callable of the encoder is missing.
+        ConfigError: The library or the callable of the encoder or the method is
+            missing, or its code lies in the directory.
     """
     files = read_model_files(storage)
     model = build_classifier(files, device, foreign=storage.uri)
@@ -446,7 +458,8 @@ def read_model_files(storage: Storage) -> dict[str, bytes]:
         The contents of :data:`MODEL_FILES` by name.
 
     Raises:
-        StorageError: There is no model, or a file cannot be read or is too large.
+        StorageError: There is no model, a file is missing or cannot be read, or
+            ``config.yaml`` or ``classes.json`` is too large.
     """
     folder = model_folder(storage)
     most = {name: None if name in WEIGHTS else MAX_STATE_BYTES for name in MODEL_FILES}
@@ -464,16 +477,19 @@ def build_classifier(
     Args:
         files: The contents of :data:`MODEL_FILES` by name, as :func:`read_model_files`
             returns them.
-        device: The device of the model. ``module`` is moved to it.
-        module: The network that the files were written from. None builds a network and
-            loads the weights of the files into it.
+        device: The device of the model.
+        module: The network that the files were written from. It is changed: it is moved
+            to ``device``, and gets eval mode, no gradients and the memory format
+            channels_last. None builds a network and loads the weights of the files into
+            it.
         foreign: The URI of a directory that other people may have written. Code that
             the model names (an encoder or a method ``package.module:NAME``) must not
             lie in this directory. None if the files come from this program's own run.
 
     Raises:
         StorageError: The files are damaged or do not belong together.
-        ConfigError: The library or the callable of the encoder is missing.
+        ConfigError: The method cannot be imported; code that the model names lies in
+            ``foreign``; or the library or the callable of the encoder is missing.
     """
     stored = ModelClasses.parse(files["classes.json"])
     classes, best_head = stored.classes, stored.best_head
@@ -530,7 +546,7 @@ def _load_network(
     """Build the network of a configuration, and load the weights of the files.
 
     Args:
-        config: The configuration.
+        config: The configuration of the model.
         classes: The output classes, which decide the numbers of known and novel
             classes.
         files: The contents of the model's files, by name.
@@ -551,8 +567,8 @@ def _load_network(
 def _model_hash(config: Config, files: Mapping[str, bytes]) -> str:
     """Return a hash of everything that determines the probabilities of a model.
 
-    This is the image transform, the temperature and the weights. The names of the
-    classes do not change it.
+    This is the image transform, the temperature and the files of the weights. The
+    names, merges and drops of the classes do not change it.
 
     Args:
         config: The configuration of the model.
@@ -601,15 +617,17 @@ def accelerated_encoder(
     """Run the encoder of a model on a faster runtime inside the block.
 
     The runtime is ``compute.encoder_runtime`` of ``config``. The encoder is put back at
-    the end. A model that takes vectors stays unchanged.
+    the end. The model stays unchanged if it takes vectors, is not on the CPU, or the
+    configuration names PyTorch.
 
     Args:
-        model: The model. It is changed inside the block.
+        model: The model. Its encoder is replaced inside the block.
         config: The configuration, which names the runtime.
         threads: The number of threads of the runtime.
 
     Raises:
-        ConfigError: The runtime is not installed.
+        ConfigError: The configuration asks for OpenVINO, which is not installed, and
+            the model takes images.
     """
     vectors = model.config.model.takes_vectors
     precision = None if vectors else runtime_precision(config, model.device)
@@ -625,7 +643,7 @@ def accelerated_encoder(
 def score_rows(
     model: Classifier, decode: Decode, batches: Iterable[np.ndarray]
 ) -> Iterator[tuple[np.ndarray, Sequence[str | None], Scores | None]]:
-    """Decode and classify batches of rows.
+    """Decode and classify batches of rows, one batch for each item that is taken.
 
     Args:
         model: The model.
@@ -638,6 +656,9 @@ def score_rows(
     Yields:
         The row numbers (b,); for each row why it could not be read, or None; and the
         scores of the readable rows in order, None if there are none.
+
+    Raises:
+        StorageError: An image's file cannot be read now, but perhaps later.
     """
     for index, pixels, reasons in decode(batches):
         ok = ok_mask(reasons)
@@ -651,7 +672,7 @@ def score_rows(
 def sample_logits(
     model: Classifier, decode: Decode, rows: np.ndarray, limit: int
 ) -> tuple[np.ndarray, Logits] | None:
-    """Compute the logits of a sample of rows.
+    """Compute the logits of an evenly spaced sample of rows.
 
     Args:
         model: The model.
@@ -659,11 +680,15 @@ def sample_logits(
             pixels or features, and why each row could not be read, or None, as the
             function that :func:`decoder` returns.
         rows: Row numbers, int64 (N,).
-        limit: The largest number of rows in the sample, which is evenly spaced.
+        limit: The largest number of rows in the sample.
 
     Returns:
-        The numbers of the readable rows in the sample, and their logits as float32 on
-        the CPU; None if none of them can be read.
+        The numbers (n,) of the readable rows in the sample, and their logits as one
+        view, float32 on the CPU. A field is None if the model has no such heads. A
+        single None if no row can be read.
+
+    Raises:
+        StorageError: An image's file cannot be read now, but perhaps later.
     """
     chosen, size = rows[evenly_spaced(limit, len(rows))], model.batch_rows
     indices, parts = [], []

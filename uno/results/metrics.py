@@ -32,8 +32,9 @@ def confusion(
 
     Args:
         truth: True classes, integers (N,) from 0 to ``num_true`` - 1, or -1 for rows
-            without a true class, which are ignored. On the host.
+            without a true class, which are ignored.
         predicted: Predicted outputs, integers (N,) from 0 to ``num_predicted`` - 1.
+            Both are arrays, or tensors on the CPU.
         num_true: The number of classes R.
         num_predicted: The number of outputs P.
 
@@ -41,7 +42,8 @@ def confusion(
         Counts (R, P), int64.
 
     Raises:
-        ValueError: The shapes differ, or a value lies outside its range.
+        ValueError: The inputs are not vectors of one length, or a value of a row with a
+            true class lies outside its range.
     """
     rows, columns = np.asarray(truth), np.asarray(predicted)
     if rows.ndim != 1 or rows.shape != columns.shape:
@@ -191,8 +193,8 @@ def class_recall(right: Counts, sizes: Counts, part: str = "all") -> float:
         right: Number of correct rows of each class, (R,).
         sizes: Number of rows of each class, (R,). Classes without rows are left out; at
             least one must have rows.
-        part: "all" classes, or a third of them, rounded up: "small" for those with the
-            fewest rows, "large" for those with the most.
+        part: "all" classes with rows, or a third of these classes, rounded up: "small"
+            for those with the fewest rows, "large" for those with the most.
     """
     order = np.argsort(sizes, kind="stable")[np.count_nonzero(sizes == 0) :]
     recalls, third = right[order] / sizes[order], -(-len(order) // 3)
@@ -290,7 +292,8 @@ def cluster_metrics(counts: Counts) -> dict[str, float]:
         counts: Number of rows of each true class at each output, (R, P).
 
     Returns:
-        The metrics by name; empty if the counts have no row.
+        "acc", "nmi", "ari", "purity", "balanced", "recall_small" and "recall_large",
+        all as fractions; empty if the counts have no row.
     """
     return (
         {name: metric.of(counts) for name, metric in METRICS.items()}
@@ -504,12 +507,13 @@ def scores(
             and C_u novel classes and K novel outputs, known ones first.
         num_known: The number of known classes C_l.
         dropped: Indices of outputs that the user has dropped. Their rows are rejected:
-            shares of rows count these as wrong, NMI and ARI leave them out.
+            accuracies, recalls and purity count these as wrong, NMI and ARI leave them
+            out.
 
     Returns:
-        "known/acc", "novel/NAME" for every name of :data:`METRICS`, and "all/acc", the
-        share of all rows. A group without rows has no keys, and "all" needs rows of
-        both kinds.
+        Fractions by key: "known/acc", "novel/NAME" for every name of :data:`METRICS`,
+        and "all/acc", the share of all rows that are correct. A group without rows has
+        no keys, and "all" needs rows of known and of novel classes.
     """
     kept = joint.copy()
     kept[:, list(dropped)] = 0
@@ -533,13 +537,17 @@ def scores(
 
 
 def _score_novel_rows(metric: Metric, found: Matched, sizes: Counts) -> float:
-    """Compute a metric of the rows of novel classes; 0 if all of them are rejected.
+    """Compute a metric of the rows of novel classes under a protocol.
+
+    A metric with ``of_matched`` follows the protocol's matching, and counts rows that
+    are not correct as wrong. A share counts rows at none of the clusters as wrong.
+    Other metrics leave rejected rows out. The result is 0 if no row is left.
 
     Args:
         metric: The metric.
         found: The correct rows under a protocol, and the novel rows by class and
             output.
-        sizes: The number of rows of each novel class with rejected ones, (C_u,).
+        sizes: The number of rows of each novel class, including rejected ones, (C_u,).
     """
     if metric.of_matched is not None:
         return metric.of_matched(found.novel, sizes)
@@ -571,7 +579,8 @@ def generalized(
 
     Returns:
         The accuracy of "all" unlabeled rows, of "old" ones (known classes) and "new"
-        ones (novel classes), 0-1. A group without rows has no key.
+        ones (novel classes), 0-1. A group without rows has no key, so the result is
+        empty if there are no rows at all.
     """
     found = scores(task_agnostic_joint, joint, num_known, dropped)
     names = {"known/acc": "old", "novel/acc": "new", "all/acc": "all"}

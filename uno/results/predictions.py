@@ -1,4 +1,4 @@
-"""The predicted classes of rows as a data set of Parquet files, in order.
+"""Predict the classes of rows, and store them in order as a data set of Parquet files.
 
 The folder ``predictions/`` has one file for each partition of the rows, which appears
 when it is complete, and a JSON file that says what the predictions are made from. The
@@ -101,11 +101,12 @@ class Summary(NamedTuple):
 def partition_rows(num_rows: int) -> int:
     """Return the number of rows that one Parquet file of predictions holds.
 
-    It is a power of two between :data:`MIN_PART_ROWS` and :data:`MAX_PART_ROWS`.
+    It is the largest power of two that makes at least :data:`NUM_PARTITIONS` (256)
+    files, but at least :data:`MIN_PART_ROWS` (512) and at most :data:`MAX_PART_ROWS`
+    (16,384). So few rows make fewer files, and the last file may hold fewer rows.
 
     Args:
-        num_rows: The number of all rows. With enough rows there are at least
-            :data:`NUM_PARTITIONS` files.
+        num_rows: The number of all rows.
     """
     power = max(1, num_rows // NUM_PARTITIONS).bit_length() - 1
     return min(max(2**power, MIN_PART_ROWS), MAX_PART_ROWS)
@@ -132,7 +133,10 @@ class InputSpec(NamedTuple):
         Args:
             model: The model.
             part_rows: The number of rows of a partition, the rows of one Parquet file.
-                At most 64 MiB of pixels are decoded at once.
+
+        Returns:
+            The form. Its ``chunk_rows`` is ``part_rows``, or the largest power of two
+            of images with at most 64 MiB of pixels if that is less, but at least 1.
         """
         fit = max(1, BATCH_BYTES // (3 * model.size**2))
         rows = min(part_rows, 2 ** (fit.bit_length() - 1))
@@ -162,17 +166,26 @@ def predict_rows(
 ) -> Summary:
     """Classify in this process the rows that a writer still lacks, and write them.
 
+    In the end the predictions are marked as complete. Unreadable images get a row, too,
+    with the reason.
+
     Args:
         model: The model.
         writer: Holds the rows, and writes the Parquet files that are missing.
         threads: The number of threads that decode ahead; None for one for each core
             that this process may use.
         on_progress: Called as ``on_progress(done, total)`` with the number of rows that
-            are done and of all rows, after each batch. By default nothing is called.
+            are done and of all rows, after each batch of the model. Rows whose files
+            existed before count as done. By default nothing is called.
 
     Returns:
         The numbers of all, readable and unreadable rows, and the path of the
         predictions.
+
+    Raises:
+        StorageError: An image's file cannot be read now, but perhaps later; or a file
+            of predictions cannot be written.
+        ConfigError: A file that holds many images, such as a tar shard, cannot be read.
     """
     how, data = InputSpec.of(model, writer.part_rows), writer.data
     parts = (np.array(writer.rows_of(number)) for number in writer.missing)
@@ -221,9 +234,14 @@ def decode_chunk(chunk: Chunk, how: InputSpec, threads: int) -> tuple[pa.Table, 
 
     Returns:
         A table with the columns row (its number), id, label, uri and reason (why the
-        image could not be read, or null), and the pixels uint8 (n, 3, S, S). If a run
-        has just computed the features of its frozen encoder, they stand in the place of
-        the pixels, (n, D).
+        image could not be read, or null), and the pixels uint8 (n, 3, S, S). The row is
+        numbered among all rows to predict. The uri is the path or URI of the image,
+        null if it is no file of its own. If a run has just computed the features of its
+        frozen encoder, they stand in the place of the pixels, (n, D).
+
+    Raises:
+        StorageError: An image's file cannot be read now, but perhaps later.
+        ConfigError: A file that holds many images, such as a tar shard, cannot be read.
     """
     rows = np.arange(len(chunk.names))
     ready = chunk.images.prepared(rows)
@@ -257,7 +275,8 @@ def classify(
         embedding: Whether to add the features as the column "embedding".
 
     Yields:
-        The table of each batch with its scores, see :func:`result_table`.
+        The table of each batch of at most ``model.batch_rows`` rows with its scores,
+        see :func:`result_table`. Unreadable rows are in it, with nulls.
     """
     ok = ok_mask(facts["reason"].to_pylist())
     for start in range(0, len(facts), model.batch_rows):
@@ -270,7 +289,7 @@ def classify(
 def result_table(
     facts: pa.Table, ok: np.ndarray, scores: Scores | None, embedding: bool
 ) -> pa.Table:
-    """Add the scores of a batch as columns to the table of its rows.
+    """Return the table of the rows of a batch with the scores as further columns.
 
     Args:
         facts: The table of the b rows, with the columns row, id, label, uri and reason
@@ -318,16 +337,20 @@ class PartWriter(NamedTuple):
 
     @property
     def schema(self) -> pa.Schema:
-        """The Arrow schema of the predictions, with "embedding" if it was asked for."""
+        """The Arrow schema of the files, with the identity as JSON in its metadata.
+
+        It has :data:`COLUMNS`, and the column "embedding" if the identity says so.
+        """
         columns = COLUMNS | (
             {"embedding": EMBEDDING} if self.identity["embedding"] else {}
         )
         return pa.schema(columns, {METADATA: json.dumps(self.identity).encode()})
 
     def write(self, storage: Storage, number: int, results: pa.Table) -> None:
-        """Write the Parquet file of a partition.
+        """Write the Parquet file of a partition, or replace it.
 
-        The columns class_name, kind, status and model_hash are added.
+        The columns class_name, kind, status and model_hash are added, and row is left
+        out. The status is "bad" if the row has a reason, otherwise "ok".
 
         Args:
             storage: The directory of the predictions.
@@ -417,7 +440,7 @@ class PredictionWriter:
 
     @property
     def missing(self) -> list[int]:
-        """The numbers of the partitions whose files are not written yet, ascending."""
+        """The numbers of the partitions without a complete file, ascending from 0."""
         return sorted(self._missing)
 
     def names_of(self, rows: np.ndarray) -> pa.Table:
@@ -443,7 +466,8 @@ class PredictionWriter:
     def add(self, results: pa.Table) -> None:
         """Add the predictions of the next rows of a partition.
 
-        The file of the partition is written as soon as all its rows are there.
+        They count as done. The file of the partition is written as soon as all its rows
+        are there; until then they are kept in memory.
 
         Args:
             results: A table as :func:`result_table` returns it, with rows of one
@@ -460,9 +484,9 @@ class PredictionWriter:
             self._missing.discard(number)
 
     def stored(self, number: int) -> None:
-        """Note that another process has written the file of a partition.
+        """Note that another process has written the file of a missing partition.
 
-        Its rows count as done.
+        Nothing is checked or written. Its rows count as done.
 
         Args:
             number: The number of the partition.
@@ -473,9 +497,15 @@ class PredictionWriter:
     def finish(self) -> Summary:
         """Mark the predictions as complete. All partitions must be written.
 
+        The files are read again to count the unreadable rows.
+
         Returns:
             The numbers of all, readable and unreadable rows, and the path of the
             predictions.
+
+        Raises:
+            StorageError: A file of predictions is missing or damaged, or the mark
+                cannot be written.
         """
         assert not self._parts and not self._missing
         if not self.complete:
@@ -491,8 +521,10 @@ class PredictionWriter:
     def _claim(self, replace: bool) -> bool:
         """Mark the folder as that of these predictions, or continue in it.
 
-        If only the modification times of images differ, all rows are predicted again,
-        with a warning.
+        Temporary files of killed processes are deleted. Unless the mark already names
+        these predictions, it is written, with the state "incomplete". If only the
+        modification times of images differ, this is done even without ``replace``, and
+        a warning is logged: all rows are predicted again.
 
         Args:
             replace: Whether predictions of another model, other data and the like may
@@ -533,13 +565,13 @@ class PredictionWriter:
         return False
 
     def _find_stored(self) -> set[int]:
-        """Find the partitions whose files belong to these predictions.
+        """Find the partitions whose files are whole and belong to these predictions.
 
         All other files in the folder are deleted, except for the mark of the
         predictions (:data:`MARK`).
 
         Returns:
-            The numbers of the partitions.
+            The numbers of the partitions that were found.
         """
         numbers = {PART.format(number): number for number in range(self._num_parts)}
         names = [f"{FOLDER}/{name}" for name in self.storage.list(FOLDER)]
@@ -577,7 +609,11 @@ def read_identity(storage: Storage) -> dict[str, Any] | None:
 
     Returns:
         Hashes and other facts with the keys of :data:`DIFFERENCES`; None if there are
-        no complete predictions, or this version did not write them.
+        no complete predictions, or the facts that they store have other keys, as those
+        of another version may have.
+
+    Raises:
+        StorageError: The JSON file cannot be read, or is too large.
     """
     mark = _read_mark(storage)
     return None if mark is None or mark.state != "complete" else mark.made_from
@@ -591,10 +627,11 @@ def read_columns(storage: Storage, names: Sequence[str]) -> pa.Table | None:
         names: The names of the columns, such as "class_name".
 
     Returns:
-        A table with these columns; None if there are no complete predictions.
+        A table with these columns and a row for each predicted or unreadable row; None
+        if there are no complete predictions.
 
     Raises:
-        StorageError: A file is damaged.
+        StorageError: A file is missing or damaged.
     """
     if read_identity(storage) is None:
         return None
@@ -606,15 +643,17 @@ def read_columns(storage: Storage, names: Sequence[str]) -> pa.Table | None:
 def read_batches(storage: Storage, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
     """Read columns of complete predictions in batches, in the order of the rows.
 
+    The caller makes sure that the predictions are complete.
+
     Args:
         storage: The directory of the predictions.
         names: The names of the columns, such as "class_name".
 
     Yields:
-        Batches of at most ``BATCH_ROWS`` rows.
+        Batches of at most ``BATCH_ROWS`` rows, with the columns ``names``.
 
     Raises:
-        StorageError: A file is damaged.
+        StorageError: A file is missing or damaged.
     """
     mark = _read_mark(storage)
     assert mark is not None
@@ -627,16 +666,21 @@ def read_batches(storage: Storage, names: Sequence[str]) -> Iterator[pa.RecordBa
 def rename(storage: Storage, classes: list[OutputClass]) -> bool:
     """Write new names of the classes into stored predictions.
 
-    The predictions are not complete while their files are changed. After an
-    interruption the same call continues.
+    All Parquet files are rewritten with the names, and the hash of the names in the
+    JSON file is replaced. The predictions are not complete while their files are
+    changed. After an interruption the same call continues.
 
     Args:
         storage: The directory above the folder ``predictions``, such as a run.
         classes: All output classes of the model, with their new names.
 
     Returns:
-        Whether this was done. Nothing is done if there are no predictions, or if
-        ``classes`` are merged or dropped in another way than in them.
+        Whether this was done. Nothing is done if there are no predictions, if not all
+        rows are predicted, or if ``classes`` are merged or dropped in another way than
+        in the predictions.
+
+    Raises:
+        StorageError: A file is missing or damaged, or cannot be written.
     """
     mark = _read_mark(storage)
     if mark is None or mark.state == "incomplete":
@@ -655,7 +699,11 @@ def rename(storage: Storage, classes: list[OutputClass]) -> bool:
 
 
 def _names_of_classes(classes: Sequence[OutputClass]) -> pa.Array:
-    """Return the name that predictions give to each class, as a string array."""
+    """Return the name that predictions give to each class, as a string array (C,).
+
+    It is "rejected" for dropped classes, see
+    :func:`~uno.results.classes.prediction_labels`.
+    """
     return pa.array([name for name, _ in prediction_labels(classes)], pa.string())
 
 
@@ -684,8 +732,11 @@ def _read_mark(storage: Storage) -> Mark | None:
     """Read the JSON file that says what a folder of predictions holds.
 
     Returns:
-        The content; None if there are no predictions, or this version did not write
-        them.
+        The content; None if there is no such file, it is damaged, or its facts have
+        other keys, as those of another version may have.
+
+    Raises:
+        StorageError: The file cannot be read, or is too large.
     """
     found = output.read_mapping(storage, MARK) or {}
     made_from, part_rows = found.get("made_from"), found.get("part_rows")
@@ -698,7 +749,7 @@ def _read_mark(storage: Storage) -> Mark | None:
 def _write_mark(
     storage: Storage, made_from: dict[str, Any], part_rows: int, state: str
 ) -> None:
-    """Write the JSON file that says what a folder of predictions holds.
+    """Write or replace the JSON file that says what a folder of predictions holds.
 
     Args:
         storage: The directory of the predictions.

@@ -1,6 +1,6 @@
-"""The HTML view of a model, for notebooks.
+"""Show the classes of a model and their images as an HTML table, for notebooks.
 
-It is a table with small pictures. All text is escaped, nothing is loaded from the
+A row has small pictures. All text is escaped, nothing is loaded from the
 network, and the numbers of rows and pictures are limited.
 """
 
@@ -52,10 +52,12 @@ class Members(NamedTuple):
 
 
 def encode(images: NDArray[np.uint8], columns: int, quality: int) -> str:
-    """Encode images as one picture, a data URI.
+    """Arrange images in a grid, and encode the grid as one picture, a data URI.
+
+    If all pixels are gray, the picture has one channel.
 
     Args:
-        images: N images uint8 (N, 3, S, S), with sides of S pixels.
+        images: N >= 1 images uint8 (N, 3, S, S) in RGB, with sides of S pixels.
         columns: The number of images in a row of the picture. Free places at the end
             are black.
         quality: The JPEG quality, 1-95. Images with sides up to ``SMALL`` (16) pixels
@@ -85,18 +87,27 @@ def data_uri(picture: Pillow.Image, kind: str, **options: Any) -> str:
 
 
 def read_members(storage: Storage, config: Config) -> dict[int, Members]:
-    """Read for each class the run's images that were predicted as it, for HTML views.
+    """Find for each class the run's images that were predicted as it, for HTML views.
 
-    Images are left out if they are remote, or lie in tables with more than
-    ``MANY_ROWS`` rows, or if the data can no longer be read or has changed.
+    Local image files are named by their paths and not read. Images without files of
+    their own are read from the data of the run. ``b""`` stands for an image that cannot
+    be shown: it is remote; or it has no file, and there are more than ``MANY_ROWS``
+    (20,000) readable rows, or the data can no longer be read or has changed. Nothing is
+    downloaded.
 
     Args:
         storage: The directory with the predictions.
         config: The configuration of the run, which names the data.
 
     Returns:
-        By class index the number of images, and those with the highest probabilities;
-        for at most ``MAX_CLASSES`` classes. Empty if there are no predictions.
+        By class index the number of images, and at most ``NUM_PICTURES`` (5) images,
+        those with the highest probabilities first. Only classes with images are there,
+        and of these the first ``MAX_CLASSES`` (40) by index. A dropped class has the
+        images that were rejected because of it. Empty if there are no complete
+        predictions.
+
+    Raises:
+        StorageError: A file of the predictions is missing or damaged.
     """
     table = predictions.read_columns(storage, ("class_index", "probability", "uri"))
     if table is None:
@@ -126,14 +137,17 @@ def _images_of(
 ) -> list[Image]:
     """Return the images of some predicted rows, ``b""`` for those that cannot be shown.
 
-    Images are read from the data of the run if they are no files of their own.
+    If each row has its own file, the paths are returned, and ``b""`` for a URI. If any
+    row has none, all images come from the data of the run. All are ``b""`` if there are
+    more than ``MANY_ROWS`` predicted rows, the data cannot be read or has changed since
+    the prediction, or it has no pictures.
 
     Args:
         storage: The directory with the predictions.
         config: The configuration of the run, which names the data.
-        num_rows: The number of all predicted rows. Of very many rows no data is read.
+        num_rows: The number of all predicted rows that could be read.
         best: The rows to show, with the columns "row" (its number in the data) and
-            "uri".
+            "uri" (the path or URI of its image, or null).
     """
     uris = best["uri"].to_pylist()
     if None not in uris:
@@ -161,7 +175,9 @@ def model_html(
     """Return a table of the classes of a model as HTML.
 
     A row has pictures, the name, the kind, the number of images, and "merged into NAME"
-    or "dropped" if the user decided so.
+    or "dropped" if the user decided so. Images in files are read here, and images that
+    cannot be decoded are left out. A line below the table says how many classes are not
+    shown.
 
     Args:
         title: The title of the table.
@@ -169,9 +185,13 @@ def model_html(
         classes: The output classes. The first ``MAX_CLASSES`` are shown.
         found: The images that were predicted as each class, by class index. If it is
             empty, the numbers of images are shown as dashes.
-        side: The largest side of the pictures in pixels. They have at most 48.
+        side: The side of the square pictures in pixels. They are smaller if this
+            exceeds 48, or the longer side of any image that is given as pixels.
         value_range: The stored values (black, white) that become 0 and 255 in gray
             images of more than 8 bits; None for 0 and 65,535.
+
+    Raises:
+        StorageError: The file of an image cannot be read now, but perhaps later.
     """
     shown = classes[:MAX_CLASSES]
     members = [found.get(c.index, Members(0, [])) for c in shown]
@@ -199,7 +219,7 @@ def _encode_strips(
 ) -> list[str]:
     """Encode the images of each class as one picture, side by side.
 
-    Images that cannot be read are left out.
+    Image files are read. Images that cannot be decoded are left out.
 
     Args:
         members: The images of each class.
@@ -209,6 +229,9 @@ def _encode_strips(
 
     Returns:
         A data URI for each class; "" for a class without readable images.
+
+    Raises:
+        StorageError: The file of an image cannot be read now, but perhaps later.
     """
     images = [image for own in members for image in own.images]
     pixels, reasons = decode_many(images, side, how=Decoding(value_range=value_range))
@@ -224,7 +247,8 @@ def _encode_strips(
 def format_counts(names: Iterable[str | None] | Mapping[str | None, int]) -> str:
     """Format the most frequent names with their counts: ``cat (7), novel-1 (5)``.
 
-    At most eight names are shown.
+    The most frequent name comes first. At most eight names are shown, and ", ..."
+    stands for the others. A name is cut off after 40 characters.
 
     Args:
         names: Names, each as often as it occurs, or a mapping from each name to its
@@ -240,7 +264,7 @@ def format_counts(names: Iterable[str | None] | Mapping[str | None, int]) -> str
 
 @cache
 def _template() -> Template:
-    """Return the HTML template of tables, which escapes all values."""
+    """Load the HTML template of tables once, and return it. It escapes all values."""
     environment = Environment(
         loader=PackageLoader("uno.results"),
         autoescape=True,
@@ -252,5 +276,5 @@ def _template() -> Template:
 
 
 def _text(value: object) -> str:
-    """Format the value of a cell as text of at most 120 characters."""
+    """Format the value of a cell as text of at most 120 printable characters."""
     return visible(value, 120)

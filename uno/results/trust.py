@@ -93,11 +93,16 @@ def verdict(values: Mapping[str, float]) -> Verdict | None:
 
     Returns:
         The verdict; None if the metrics do not have those of :func:`trust_metrics`, as
-        with too few unlabeled rows. The reasons are, in this order: for the method
-        ``clustering`` the expected accuracy with its interval, held-out labeled images,
-        the agreement with k-means and of nearest neighbors, and pairs of classes that
-        look like one. If the features or the classes are degenerate, the run is not
-        trustworthy, and the reasons are the held-out labeled images and this fact.
+        with too few unlabeled rows. If they have an expected accuracy, as for the
+        method ``clustering``, that accuracy (the one-to-one one) decides the word:
+        "trustworthy" from 0.75, "doubtful" from 0.5, and otherwise "not trustworthy".
+        If not, the score decides, see :func:`_judge_by_held_out`. The reasons are, in
+        this order: the expected accuracy with its interval if there is one, held-out
+        labeled images, the agreement with k-means and of nearest neighbors, and pairs
+        of classes that look like one if there are any. If the features do not tell
+        images apart, or at least 99 % of the unlabeled rows are in one class, the run
+        is not trustworthy, and the reasons are only the held-out labeled images and
+        this fact.
     """
     if KMEANS not in values:
         return None
@@ -130,7 +135,8 @@ def _format_agreement(values: Mapping[str, float], word: Word, trained: bool) ->
     Args:
         values: The metrics of a run, by key.
         word: The verdict, which decides the advice.
-        trained: Whether the run was trained, so that longer training can help.
+        trained: Whether the advice may be longer training. It is False for the method
+            ``clustering``, which trains nothing.
 
     Returns:
         A line of text with both agreements in percent, and with advice.
@@ -183,7 +189,10 @@ def _format_expected(values: Mapping[str, float]) -> list[str]:
         values: The metrics of the run, by key.
 
     Returns:
-        Lines of text; none if the metrics have no expected accuracy.
+        A line for each expected accuracy, such as the one of the setting and the strict
+        one. The first also has the numbers of classes and of other clusterings. A last
+        line names properties of the task outside the calibration, if there are any. The
+        list is empty if the metrics have no expected accuracy.
     """
     lines = []
     for key, counts in COUNTS.items():
@@ -249,10 +258,12 @@ def clustering_metrics(
     Returns:
         Empty for other methods. Otherwise ``trust/clustering/classes`` and
         ``trust/clustering/clusterings``, the numbers of novel classes and of other
-        clusterings. The expected accuracy with its interval as fractions,
-        ``trust/expected/{ncd|gcd|gcd_strict}/{acc|low|high}`` for the setting, unless
-        there were too few rows. ``trust/outside/NAME``, properties of the task outside
-        the range for which this expectation was calibrated. ``trust/similar/A/B``, how
+        clusterings. Unless there are no other clusterings because of too few rows: the
+        expected accuracy with its interval as fractions,
+        ``trust/expected/{ncd|gcd|gcd_strict}/{acc|low|high}`` for the setting; and
+        ``trust/outside/NAME``, properties of the task outside the range for which this
+        expectation was calibrated, see
+        :func:`~uno.expectation.outside_calibration`. ``trust/similar/A/B``, how
         often rows of the novel classes A and B are nearest neighbors, relative to a
         random division of these rows, so that 1 suggests one class; for as many pairs
         as there are more classes than were estimated.
@@ -295,7 +306,8 @@ def _judge_by_held_out(values: Mapping[str, float]) -> tuple[Word, str]:
             ``trust/held_out/acc``, ``trust/held_out/rows`` and ``trust/score``, too.
 
     Returns:
-        The verdict, and a line on the accuracy on labeled rows.
+        The verdict, and a line on the accuracy on held-out labeled rows. Without them
+        the line has the accuracy on known training rows, if the metrics have it.
     """
     signs = min(values[KMEANS], values[NEAR])
     if HELD_OUT not in values:
@@ -334,9 +346,10 @@ def subsample_unlabeled(
         train: The training set, which has the numbers of classes.
 
     Returns:
-        The smaller sample. None if it would have fewer unlabeled rows than clusters are
-        needed: one for each novel class, and in the GCD setting (unlabeled rows can
-        belong to known classes) one for each known class, too.
+        A new sample, which may have all unlabeled rows. None if it would have fewer
+        unlabeled rows than clusters are needed: one for each novel class, and in the
+        GCD setting (unlabeled rows can belong to known classes) one for each known
+        class, too.
     """
     chosen = evenly_spaced(MAX_ROWS, len(sample.unlabeled))
     num_classes = train.num_novel
@@ -357,9 +370,9 @@ def cluster_unlabeled(config: Config, sample: Sample, num_novel: int) -> Tensor:
         num_novel: The number of novel classes.
 
     Returns:
-        The cluster of each of the N_u unlabeled rows, int64 (N_u,), from 0 to
-        ``num_novel`` - 1. In the GCD setting the known classes come first, and the
-        novel clusters follow.
+        The cluster of each of the N_u unlabeled rows, int64 (N_u,) on the CPU, from 0
+        to ``num_novel`` - 1. In the GCD setting the C_l known classes have the numbers
+        from 0 to C_l - 1, and the novel clusters follow.
     """
     labeled, labels, unlabeled = sample
     setting, seed = config.data.setting, config.seed
@@ -432,7 +445,8 @@ def neighbor_agreement(features: Tensor, outputs: Tensor) -> float:
         outputs: The predicted output of each row, int64 (N,).
 
     Returns:
-        0 if neighbors share an output as often as by chance, or less; 1 if always.
+        0 if neighbors share an output as often as by chance, or less; 1 if always. It
+        is also 0 if all rows have the same output.
     """
     directions = F.normalize(features.float(), dim=1)
     directions = F.normalize(directions - directions.mean(dim=0), dim=1)
@@ -446,10 +460,13 @@ def neighbor_agreement(features: Tensor, outputs: Tensor) -> float:
 def _outputs(model: UnoModel, features: Tensor, head: int) -> Tensor:
     """Return the most probable output of each row by one head, int64 (N,) on the CPU.
 
+    All outputs compete. Known outputs have the numbers from 0 to C_l - 1, and the novel
+    outputs of the head follow.
+
     Args:
         model: The network.
         features: Features (N, D).
-        head: The index of the cluster head. Known outputs come first.
+        head: The index of the cluster head.
     """
     logits = model.heads(features.to(model.known.weight.device))
     assert logits.novel is not None
