@@ -270,7 +270,7 @@ def test_classes_from_first_look_to_predictions(run, capsys):
     ]
 
 
-def test_into_csv_and_folders(run, tmp_path, capsys):
+def test_into_csv_and_folders(run, tmp_path, capsys, monkeypatch):
     """Kills: a class name as a path, two files of one name, an unreadable file
     copied, bytes altered.
     """
@@ -323,6 +323,12 @@ def test_into_csv_and_folders(run, tmp_path, capsys):
     assert sorted(out.rglob("*")) == before
     (out / "by_class" / "made_from.json").write_text("{}")
     assert "holds another folder of sorted images" in refused(capsys, 2, *words)
+    words[words.index(out)] = tmp_path / "large"
+    with monkeypatch.context() as patch:
+        patch.setattr("uno.results.folders.MAX_IMAGE_BYTES", 10)
+        assert cli.main([str(word) for word in words]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "digit-0000.png cannot be copied: more than 10 bytes" in last
     # images inside tables
     uno("predict", run, "--limit", 3, "--folders", "--output", tmp_path / "pixels")
     assert len(list((tmp_path / "pixels").rglob("*.png"))) == 3

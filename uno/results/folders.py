@@ -12,11 +12,11 @@ import pyarrow.csv
 from PIL import Image as Pillow
 
 from uno.data import output
-from uno.data.decode import read_header
+from uno.data.decode import BadImage, read_header
 from uno.data.files import Storage, read_bytes
 from uno.data.images import Image
 from uno.data.rows import Rows
-from uno.errors import StorageError
+from uno.errors import ConfigError, StorageError
 from uno.limits import MAX_IMAGE_BYTES
 from uno.results.classes import REJECTED
 from uno.results.predictions import COLUMNS, read_batches, read_identity
@@ -96,11 +96,10 @@ def sort_images(
 
     Raises:
         ConfigError: ``by_class`` holds the images of other predictions, or files that
-            this function did not write; or a file that holds many images, such as a tar
-            shard, cannot be read.
+            this function did not write; a file that holds many images, such as a tar
+            shard, cannot be read; or a row of vectors names a picture that is none.
         StorageError: The file of an image can no longer be read, a file of the
             predictions is missing or damaged, or a copy cannot be written.
-        BadImage: A row of vectors names a picture whose bytes are no image.
     """
     output.claim_directory(
         storage, MARK, read_identity(storage) or {}, "folder of sorted images"
@@ -123,7 +122,13 @@ def sort_images(
             )
             if prediction["kind"] == REJECTED:
                 folder = REJECTED
-            content, suffix = _encode(image)
+            try:
+                content, suffix = _encode(image)
+            except BadImage as error:  # vectors may name pictures that are not there
+                raise ConfigError(
+                    f"the picture of {prediction['id']} cannot be copied: {error};"
+                    " correct the column of pictures, or predict without --folders"
+                ) from None
             stem = _safe(prediction["id"].rpartition("/")[2])
             stem = stem if "." in stem else stem + suffix
             name = f"{FOLDER}/{folder}/{stem}"
@@ -161,13 +166,17 @@ def _encode(image: Image) -> tuple[bytes, str]:
 
     Raises:
         StorageError: The image file cannot be read.
-        BadImage: The bytes do not begin with the header of an image.
+        BadImage: The bytes do not begin with the header of an image, or the file is
+            larger than an image may be.
     """
     if isinstance(image, str):
         try:
-            return read_bytes(image, MAX_IMAGE_BYTES), ""
+            content = read_bytes(image, MAX_IMAGE_BYTES)
         except OSError as error:
             raise StorageError(f"cannot copy {image}: {error.strerror}") from None
+        if len(content) > MAX_IMAGE_BYTES:
+            raise BadImage(f"more than {MAX_IMAGE_BYTES:,} bytes")
+        return content, ""
     if isinstance(image, bytes):
         return image, f".{read_header(image).format.lower()}"
     buffer = BytesIO()

@@ -609,14 +609,15 @@ def read_identity(storage: Storage) -> dict[str, Any] | None:
 
     Returns:
         Hashes and other facts with the keys of :data:`DIFFERENCES`; None if there are
-        no complete predictions, or the facts that they store have other keys, as those
-        of another version may have.
+        no complete predictions, or another version has written them.
 
     Raises:
         StorageError: The JSON file cannot be read, or is too large.
     """
     mark = _read_mark(storage)
-    return None if mark is None or mark.state != "complete" else mark.made_from
+    if mark is None or mark.state != "complete" or mark.made_from["format"] != FORMAT:
+        return None
+    return mark.made_from
 
 
 def read_columns(storage: Storage, names: Sequence[str]) -> pa.Table | None:
