@@ -588,11 +588,11 @@ def name_novel_classes(known: NDArray[Any], num_novel: int) -> NDArray[Any]:
     """
     if known.dtype.kind in "iuf":
         first = int(np.floor(known[-1])) + 1
-        names = np.arange(first, first + num_novel)
+        numbers = np.arange(first, first + num_novel)
         if known.dtype.kind == "f":
-            return names.astype(known.dtype)
+            return numbers.astype(known.dtype)
         largest = np.min_scalar_type(first + num_novel)  # int8 ends at 127
-        return names.astype(np.promote_types(known.dtype, largest))
+        return numbers.astype(np.promote_types(known.dtype, largest))
     taken = {str(name) for name in known}
     names = (f"novel-{number}" for number in itertools.count(1))
     free = (name for name in names if name not in taken)
