@@ -1,4 +1,4 @@
-"""Choose the rows of each training batch as a function of the seed and the step.
+"""Choose the rows of each training batch, which depend on the seed and the step only.
 
 The rows are the same for any number of workers. A global batch is B_l labeled rows
 followed by B_u unlabeled rows, and both numbers are fixed for the run. The order of an

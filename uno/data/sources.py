@@ -93,9 +93,9 @@ class ImageListing:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """One line about images of formats that are not read; empty if there are none.
+        """A tuple of one line that counts images of formats that are not read.
 
-        It counts the files that iterating has passed so far.
+        It is empty if there are none among the files that iterating has passed so far.
         """
         if not self._unread:
             return ()
@@ -107,9 +107,9 @@ class ImageListing:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """One line about ignored files that are no images; empty if there are none.
+        """A tuple of one line that counts ignored files that are no images, by ending.
 
-        It counts the files that iterating has passed so far, by their ending.
+        It is empty if there are none among the files that iterating has passed so far.
         """
         if not self._ignored:
             return ()
@@ -184,7 +184,7 @@ def locate_source(config: DataConfig) -> tuple[str, str]:
 
     Returns:
         "digits" or a key of :data:`SOURCES`; and the path or URI, '' for the digits. A
-        prefix decides the kind, without a look at the files. Without a prefix,
+        known prefix is the kind, and no file is read. Without a prefix,
         :func:`recognize` decides.
 
     Raises:
@@ -247,11 +247,12 @@ def recognize(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> str:
 
     Returns:
         A key of :data:`SOURCES`. For a file it is "parquet", "table" (CSV, TSV and
-        JSONL) or "tar". For a folder it is the first that fits: CIFAR; "parquet" for
-        Parquet files directly in it; "imagefolder" for tables that name the classes of
-        images; if ``train`` has subfolders, "imagenet" if all of these are wnids, else
-        "folder"; "parquet" for Parquet files anywhere below; "tar" for tar files and no
-        image files; "folder" for anything else.
+        JSONL) or "tar". For a folder it is the first that fits: "cifar10" or "cifar100"
+        for the files of CIFAR; "parquet" for Parquet files directly in it;
+        "imagefolder" for tables that name the classes of images; if ``train`` has
+        subfolders, "imagenet" if all of these are wnids, else "folder"; "parquet" for
+        Parquet files anywhere below; "tar" for tar files and no image files; "folder"
+        for anything else.
 
     Raises:
         ConfigError: The file has an ending of no kind, the folder holds both CIFAR10
@@ -335,9 +336,9 @@ def read_folder(
     Args:
         root: Path or URI of the folder.
         kind: "classes" for the first layout, even if a class is called train; "splits"
-            for the second one if it is there, else the first; "folder" takes the second
-            one if it is there, and refuses folders that could be either, or that have
-            boxes as annotations (COCO, YOLO or Pascal VOC).
+            for the second one if it is there, else the first; "folder" for the same
+            choice, but folders that could have either layout are refused, and so are
+            those with boxes as annotations (COCO, YOLO or Pascal VOC).
         flag: The option that names the folder, for messages.
         follow_links: Whether links may lead out of the folder.
 
@@ -725,7 +726,7 @@ def _make_rows(
 
 
 def _suffix(name: str) -> str:
-    """Return the ending of a file in lower case, for a message.
+    """Return the ending of a file in lower case, by which files are counted.
 
     It has at most 12 characters, such as ``.heic`` for ``IMG_1.HEIC``. A file without a
     printable ending gives "without a suffix".

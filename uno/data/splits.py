@@ -325,8 +325,8 @@ def _draw_share(stream: int, groups: Sequence[np.ndarray], share: float) -> np.n
     Args:
         stream: The random stream of :mod:`uno.data.sampling`.
         groups: The row numbers of each group, int64 (n,).
-        share: The share of each group to draw, 0-1. At least one row of a group is not
-            drawn.
+        share: The share of each group to draw, 0-1. The number of rows is rounded. At
+            least one row of a group is not drawn.
 
     Returns:
         The row numbers that are drawn, one group after the other, in random order
@@ -365,9 +365,10 @@ def decide_setting(
     A ``data.setting`` other than "auto" is returned as it is. Otherwise the first rule
     that holds decides: GCD if ``data.unlabeled_known_fraction`` hides labels of known
     classes; NCD if ``data.known_classes`` or the source says which classes are known,
-    because only labels of the other classes are hidden then; NCD if the method knows
-    nothing else; GCD for all other data: nobody knows the classes of its unlabeled
-    rows, and NCD would force an image of a known class into a novel class.
+    because only labels of the other classes are hidden then; NCD if the method or an
+    option of its objective does not go with GCD; GCD for all other data: nobody knows
+    the classes of its unlabeled rows, and NCD would force an image of a known class
+    into a novel class.
 
     Args:
         config: The configuration of the run.

@@ -1,4 +1,4 @@
-"""Training batches and evaluation sets of images that are not kept in memory.
+"""Make training and evaluation batches of images that are not kept in memory.
 
 Images are read, decoded and cropped ahead of the training step. The rows that a worker
 needs in all steps form one sequence (:class:`CropJob`). They are cropped by threads of
@@ -113,7 +113,7 @@ class StreamedImages:
             kinds: Row numbers of each kind of rows, such as labeled and unlabeled ones,
                 int64. The sample has the rows of all kinds, one kind after the other.
             batch_size: The largest number of rows of a batch. Batches have fewer rows
-            if their pixels would take more than :data:`EVAL_BYTES`.
+                if their pixels would take more than :data:`EVAL_BYTES`.
 
         Returns:
             For each batch the positions of its rows in the sample, int64 (b,); and the
@@ -239,7 +239,7 @@ class StreamSet:
             chosen: Two arrays int64 that :meth:`choose_rows` returns: positions among
                 the labeled rows, and positions among the unlabeled rows.
             batch_size: The largest number of rows of a batch. Batches have fewer rows
-            if their pixels would take more than :data:`EVAL_BYTES`.
+                if their pixels would take more than :data:`EVAL_BYTES`.
 
         Returns:
             For each batch the positions of its rows in the sample, in which the labeled
@@ -282,7 +282,8 @@ def stream_here(config: Config, source: StreamedImages, **rows: Any) -> StreamSe
     """Make a training set whose rows are cropped by threads of this process.
 
     Args:
-        config: The configuration of the run.
+        config: The configuration of the run. It gives the number of threads, by default
+            the number of cores that this process may use.
         source: The images of all rows of the run.
         **rows: The fields that :func:`~uno.data.splits.train_rows` returns:
             ``labeled`` and ``unlabeled`` (row numbers), ``labels`` (of labeled rows),

@@ -59,7 +59,9 @@ def read_parquet(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
     The split of a row is its value in the column ``split``; else it follows from the
     name of the file (train-*, test-*, validation-*) or its folder; else it is train.
     Bytes of images stay in the files until they are read. Without a column of labels
-    all rows are unlabeled, and a note suggests a column.
+    all rows are unlabeled, and a note suggests a column. If the metadata of the files
+    have class names (Hugging Face) or known classes (``uno data pack``), the rows have
+    them, too.
 
     Args:
         path: Path or URI of the file or folder.

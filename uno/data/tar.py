@@ -101,7 +101,9 @@ class TarImages(Images):
         return self._pieces[rows] if self.shards and is_uri(self.shards[0]) else None
 
     def sizes(self, rows: np.ndarray) -> np.ndarray:
-        """Return the size of each image in bytes, int64 (n,), 0 for a link.
+        """Return the size of each image in bytes, int64 (n,).
+
+        It is 0 for a link or sparse file.
 
         Args:
             rows: Row numbers, int64 (n,).

@@ -1,4 +1,4 @@
-"""List the images of a data set that cannot be read, and stop if they are too many.
+"""List the images that cannot be read, and raise an error if there are too many.
 
 Each entry of the list has the id of a row, the reason, and the path of the image if it
 is in a file. The list is a file of the run directory.
@@ -33,9 +33,10 @@ def check_bad(
     storage: Storage | None = None,
     images: Images | None = None,
 ) -> list[BadSample]:
-    """List the unreadable images of a data set, and stop if there are too many.
+    """List the unreadable images of a data set, and refuse it if there are too many.
 
-    Rank 0 writes the list to a file, which replaces an older one.
+    If ``storage`` is given and the list is not empty, rank 0 writes the list to a file,
+    which replaces an older one.
 
     Args:
         ids: The ids of N rows, an Arrow array.

@@ -1,4 +1,4 @@
-"""The former run of a directory, which ``--overwrite`` keeps until the new run trains.
+"""Keep the former run of a directory until the new run of ``--overwrite`` trains.
 
 A command can be refused after its directory was prepared, for example because too many
 images cannot be read. ``--overwrite`` therefore moves the former run into the folder

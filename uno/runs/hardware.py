@@ -29,7 +29,8 @@ def describe_hardware(cuda: bool | None = None) -> str:
 
     Returns:
         Text such as "NVIDIA H100 80GB HBM3", or "AMD EPYC 7763, 16 cores" with the
-        number of cores that this process may use.
+        number of cores that this process may use. The type of the machine, such as
+        "x86_64", stands for a processor whose name is not known.
     """
     if torch.cuda.is_available() if cuda is None else cuda:
         return str(torch.cuda.get_device_name())
@@ -87,7 +88,8 @@ def describe_environment(fingerprint: str) -> dict[str, Any]:
 
     Returns:
         JSON values by name: the command line, the versions of packages and formats, the
-        platform, the processor, the names of all GPUs, and the fingerprint.
+        platform, the processor, the names of all GPUs, and the fingerprint. Packages
+        that are not installed are left out.
     """
     versions = {}
     for name in ("uno-discovery", "torch", "torchvision", "numpy", "ray"):

@@ -1,4 +1,4 @@
-"""The lock of a run directory, so that one command at a time writes into it.
+"""Lock a run directory, so that only one command at a time writes into it.
 
 The lock is a file with a random token. Its holder renews the file every :data:`RENEW_S`
 seconds, and checks the token before every write. This works on any storage and compares
