@@ -1,4 +1,4 @@
-"""Choose the rows of each training batch as a function of the seed and the step.
+"""Choose the rows of each training batch, which depend on the seed and the step only.
 
 The rows are the same for any number of workers. A global batch is B_l labeled rows
 followed by B_u unlabeled rows, and both numbers are fixed for the run. The order of an
@@ -88,9 +88,10 @@ def make_plan(
     num_unlabeled: int,
     num_workers: int = 1,
 ) -> Plan:
-    """Make the plan of the discovery phase.
+    """Return the numbers that fix the rows of every batch of the discovery phase.
 
-    Rows that do not fill a batch are left out of an epoch.
+    They are the sizes B_l and B_u, and the number of batches in an epoch. Rows that do
+    not fill a batch are left out of an epoch.
 
     Args:
         seed: Seed of the run.
@@ -101,12 +102,15 @@ def make_plan(
         batch_size: Size of the global batch, B_l + B_u.
         num_labeled: N_l, the number of labeled training rows.
         num_unlabeled: N_u, the number of unlabeled training rows.
-        num_workers: The number of workers. It must divide both B_l and B_u.
+        num_workers: The number of workers, where 0 counts as 1. It must divide both B_l
+            and B_u.
 
     Raises:
-        ConfigError: There are no labeled or no unlabeled rows, or the batch size does
-            not work. The message names the nearest smaller size that does, or else the
-            nearest larger one.
+        ConfigError: There are no labeled or no unlabeled rows; or the batch size does
+            not work, because it is odd and balanced, an epoch does not fill one batch,
+            or the number of workers does not divide B_l and B_u. The message names the
+            nearest smaller size that works, or else the nearest larger one. If there
+            is none, it advises to use fewer workers.
     """
     if num_labeled < 1 or num_unlabeled < 1:
         found = f"found {num_labeled} labeled, {num_unlabeled} unlabeled"
@@ -133,17 +137,17 @@ def largest_batch(
     num_unlabeled: int,
     num_workers: int,
 ) -> int:
-    """Return the largest batch size that :func:`make_plan` accepts.
+    """Return the largest batch size, up to a limit, that :func:`make_plan` accepts.
 
     Args:
         batch_sampling: "proportional" or "balanced".
         most: The largest batch size to consider.
-        num_labeled: N_l, the number of labeled training rows.
-        num_unlabeled: N_u, the number of unlabeled training rows.
-        num_workers: The number of workers.
+        num_labeled: N_l, the number of labeled training rows, at least 1.
+        num_unlabeled: N_u, the number of unlabeled training rows, at least 1.
+        num_workers: The number of workers, where 0 counts as 1.
 
     Returns:
-        The batch size, or ``most`` if no size is accepted.
+        The size of the global batch, B_l + B_u; ``most`` if no size is accepted.
     """
     sizes_of = partial(
         _divide_batch, batch_sampling, num_labeled, num_unlabeled, max(1, num_workers)
@@ -202,17 +206,20 @@ def make_pretrain_plan(
     num_workers: int = 1,
     stream: int = PRETRAIN,
 ) -> Plan:
-    """Make the plan of pretraining or a pretext task, which have one kind of rows.
+    """Return the numbers that fix the rows of every batch of another phase.
 
-    If there are fewer rows than the batch size, one batch holds them all, except for
-    those that the number of workers does not divide.
+    The phase is pretraining or a pretext task, which have one kind of rows. All rows
+    count as labeled ones in the result. If there are fewer rows than the batch size,
+    the batch size becomes the largest multiple of the number of workers that the rows
+    fill. Rows that do not fill a batch are left out of an epoch.
 
     Args:
         seed: Seed of the run.
         batch_size: Size of the global batch.
         num_labeled: The number of rows to train on.
-        num_workers: The number of workers. It must divide the batch size.
-        stream: The random stream of the phase.
+        num_workers: The number of workers, where 0 counts as 1. It must divide the
+            batch size.
+        stream: The random stream of the phase, :data:`PRETRAIN` or :data:`PRETEXT`.
 
     Raises:
         ConfigError: The number of workers does not divide the batch size, or there are
@@ -245,8 +252,9 @@ def epoch_indices(
 ) -> np.ndarray:
     """Return the order of the rows of one kind in an epoch.
 
-    The order consists of permutations of all rows, each from a new generator, as many
-    as are needed.
+    The order consists of permutations of all rows, as many as are needed. The last one
+    is cut off where the epoch ends. Each is drawn from a new generator, whose seed is
+    ``seed``, ``stream``, ``epoch`` and the number of the permutation.
 
     Args:
         seed: Seed of the run.
@@ -255,13 +263,12 @@ def epoch_indices(
         rows_needed: The number of rows in the epoch. If it is larger than N, rows are
             repeated.
         stream: The random stream of this kind of rows.
-        groups: For each row the group in which it is stored, int64 (N,). The
-            permutations are then those of :func:`by_windows`. None for plain
-            permutations.
+        groups: For each row the group in which it is stored, int64 (N,).
+            :func:`by_windows` then draws the permutations. None for plain permutations.
         window_rows: If there are groups, about how many rows are shuffled together.
 
     Returns:
-        Row numbers, int64 (rows_needed,).
+        Numbers from 0 to N - 1 among the rows of this kind, int64 (rows_needed,).
     """
     order = np.empty(rows_needed, np.int64)
     for cycle, start in enumerate(range(0, rows_needed, max(1, num_rows))):
@@ -288,7 +295,7 @@ def by_windows(
     Args:
         groups: The group of each row, int (N,), numbers from 0.
         window_rows: The number of rows that a window has if groups are small.
-        random: Generator of the permutation.
+        random: Generator of the permutation. It is advanced.
 
     Returns:
         Row numbers, int64 (N,).
@@ -359,8 +366,10 @@ class Order:
     def rows(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows that this worker reads in one step.
 
+        The rows of the last four epochs are cached.
+
         Args:
-            step: Global step, from 0.
+            step: Number of the step in the phase, from 0.
 
         Returns:
             Positions among the labeled training rows, int64 (B_l / W,), and positions

@@ -77,7 +77,7 @@ class ImageListing:
     """
 
     def __init__(self, root: str, follow_links: bool = False) -> None:
-        self._root, self._follow_links = _directory(root), follow_links
+        self._root, self._follow_links = _require_folder(root), follow_links
         self._unread, self._ignored = Counter[str](), Counter[str]()
         self._example = ""
 
@@ -93,7 +93,10 @@ class ImageListing:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """A line of text about images of formats that are not read, if any."""
+        """A tuple of one line that counts images of formats that are not read.
+
+        It is empty if there are none among the files that iterating has passed so far.
+        """
         if not self._unread:
             return ()
         what = f"{plural(self._unread.total(), 'image')} left out below {self._root}"
@@ -104,7 +107,10 @@ class ImageListing:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """A line of text about files that are no images, if any."""
+        """A tuple of one line that counts ignored files that are no images, by ending.
+
+        It is empty if there are none among the files that iterating has passed so far.
+        """
         if not self._ignored:
             return ()
         named = ", ".join(
@@ -138,19 +144,24 @@ class Source:
 
 
 def read_rows(config: DataConfig, images_only: bool = False) -> Rows:
-    """Read the rows that the configuration names.
+    """Read the rows of the data set that the configuration names.
+
+    If ``labels`` names a file, its labels replace those of the source. CIFAR is
+    downloaded first if ``download`` allows it and the folder is missing.
 
     Args:
         config: The section ``data`` of the configuration. The folders ``labeled`` and
             ``unlabeled`` are read if both are given, else ``source``.
-        images_only: Whether the rows are only to be predicted, so that labels and
-            splits need not be read. It has no effect on the two folders.
+        images_only: Whether the rows are only to be predicted. Labels and splits are
+            then not read, nor is the file ``labels``. The two folders are read in the
+            same way in any case.
 
     Returns:
-        The rows, with class names in one Unicode normalization.
+        The rows, with class names in one Unicode normalization (NFC).
 
     Raises:
-        ConfigError: The source is missing, unknown, damaged, or holds no images.
+        ConfigError: The source is missing, unknown, damaged, or holds no images; or the
+            file ``labels`` cannot be used.
     """
     options = ReadOptions.of(config, images_only)
     if config.labeled is not None and config.unlabeled is not None:
@@ -172,11 +183,14 @@ def locate_source(config: DataConfig) -> tuple[str, str]:
             prefix and a path such as ``tar:DIR``, or only a path.
 
     Returns:
-        "digits" or a key of :data:`SOURCES`; and the path or URI, '' for the digits.
+        "digits" or a key of :data:`SOURCES`; and the path or URI, '' for the digits. A
+        known prefix is the kind, and no file is read. Without a prefix,
+        :func:`recognize` decides.
 
     Raises:
-        ConfigError: The prefix is unknown, there is nothing at the path, or the file at
-            the path has another format.
+        ConfigError: The prefix is unknown. Or there is nothing at the path; this is
+            allowed for CIFAR if ``download`` is set, and for a pattern after ``tar:``.
+            Or there is no prefix, and :func:`recognize` refuses the path.
     """
     source = config.source.strip()
     if source == "digits":
@@ -209,9 +223,11 @@ def split_prefix(source: str) -> tuple[str, str]:
     """Split a source as a user writes it, such as ``tar:DIR``, at its colon.
 
     Returns:
-        The prefix and the path. The prefix is the word before the first colon, whether
+        The prefix and the path, without the colon. The prefix is the word before the
+        first colon (letters, digits, ``_`` and ``-``, beginning with a letter), whether
         or not a source has this name. It is '' if there is none, if the source is a URI
-        such as ``s3://bucket``, or if a file or directory has this whole name.
+        such as ``s3://bucket``, or if a local file or directory has this whole name;
+        the path is then the whole text.
     """
     match = re.match(r"([A-Za-z][\w-]*):(?!//)(.*)", source, re.DOTALL)
     if match is None or os.path.exists(source):
@@ -220,19 +236,27 @@ def split_prefix(source: str) -> tuple[str, str]:
 
 
 def recognize(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> str:
-    """Return the kind of source that an existing file or folder is, by its content.
+    """Return the kind of source that an existing file or folder is.
+
+    The ending of a file decides, and the names of the files in a folder. Tables in a
+    folder are read to see whether they name classes.
 
     Args:
         path: Path or URI of the file or folder.
         options: How the source is read.
 
     Returns:
-        A key of :data:`SOURCES`, such as "parquet", "table" (CSV and the like) or
-        "tar". A folder without any known layout is a "folder".
+        A key of :data:`SOURCES`. For a file it is "parquet", "table" (CSV, TSV and
+        JSONL) or "tar". For a folder it is the first that fits: "cifar10" or "cifar100"
+        for the files of CIFAR; "parquet" for Parquet files directly in it;
+        "imagefolder" for tables that name the classes of images; if ``train`` has
+        subfolders, "imagenet" if all of these are wnids, else "folder"; "parquet" for
+        Parquet files anywhere below; "tar" for tar files and no image files; "folder"
+        for anything else.
 
     Raises:
-        ConfigError: The file has an ending of no kind, or the folder holds both CIFAR10
-            and CIFAR100.
+        ConfigError: The file has an ending of no kind, the folder holds both CIFAR10
+            and CIFAR100, or a folder or table cannot be read.
     """
     if filesystem.kind(path) == "file":
         name = filesystem.split(path)[1].lower()
@@ -275,7 +299,8 @@ def recognize(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> str:
 def read_digits() -> Rows:
     """Return scikit-learn's 1,797 handwritten digits, with pixels uint8 (8, 8, 3).
 
-    In every class each fifth digit is a test row, the others are training rows.
+    In every class each fifth digit is a test row, the others are training rows. All are
+    labeled, with the classes "0" to "9". Every call returns the same object.
     """
     from sklearn.datasets import load_digits  # a slow import, of a second
 
@@ -304,22 +329,25 @@ def read_folder(
 
     The layout is either ``CLASS/...`` with training images only; or, if there is a
     folder ``train`` with subfolders, ``train/CLASS/...`` and the same for the other
-    names of splits in :data:`~uno.data.rows.SPLITS`. Images in no class folder are
-    unlabeled.
+    names of splits in :data:`~uno.data.rows.SPLITS` (test, val, valid and validation,
+    which all have test rows). Images in no class folder are unlabeled. In the second
+    layout, images outside the splits are left out with a warning.
 
     Args:
         root: Path or URI of the folder.
         kind: "classes" for the first layout, even if a class is called train; "splits"
-            for the second one if it is there, where images outside the splits are left
-            out; "folder" decides between them and refuses folders that could be either.
+            for the second one if it is there, else the first; "folder" for the same
+            choice, but folders that could have either layout are refused, and so are
+            those with boxes as annotations (COCO, YOLO or Pascal VOC).
         flag: The option that names the folder, for messages.
         follow_links: Whether links may lead out of the folder.
 
     Raises:
-        ConfigError: There are no images, a class folder has none, or the layout is not
-            clear. The message then says which ``flag`` to give.
+        ConfigError: ``root`` is no folder, there are no images, a class folder has
+            none, or ``kind`` is "folder" and the folder is refused. If the layout is
+            not clear, the message says which ``flag`` to give.
     """
-    folders, _ = children(_directory(root))
+    folders, _ = children(_require_folder(root))
     if kind == "folder":
         refuse_annotations(root)
     splits = {f"{name}/": SPLITS[name] for name in folders if name in SPLITS}
@@ -327,7 +355,7 @@ def read_folder(
         "train" in folders and children(join(root, "train"))[0]
     ):
         splits = {"": "train"}
-    rows, others = _labeled(root, f"folder:{root}", splits, follow_links)
+    rows, others = _read_below_prefixes(root, f"folder:{root}", splits, follow_links)
     if others and kind == "folder":
         named = ", ".join(others[:3]) + ", ..." * (len(others) > 3)
         ways = (
@@ -350,11 +378,15 @@ def read_class_folder(path: str, options: ReadOptions, *, kind: str) -> Rows:
 
     Args:
         path: Path or URI of the folder.
-        options: How the source is read. If only images are read, subfolders mean
-            nothing.
-        kind: "classes" if the subfolders of ``path`` are the classes; "splits" if those
-            of ``path/train`` and other splits are; "folder" to decide between them, see
-            :func:`read_folder`.
+        options: How the source is read. With ``images_only`` every image below the
+            folder is an unlabeled row, see :func:`read_images`.
+        kind: "classes" if the subfolders of ``path`` are the classes; "splits" if the
+            subfolders of ``path/train`` and of other splits are; "folder" to decide
+            between them, see :func:`read_folder`.
+
+    Raises:
+        ConfigError: ``path`` is no folder or has no images; or :func:`read_folder`
+            refuses it.
     """
     if options.images_only:
         return read_images(path, options.follow_links)
@@ -408,6 +440,9 @@ def _require_classes(rows: Rows, root: str, flag: str) -> None:
 def read_images(root: str, follow_links: bool = False) -> Rows:
     """Read every image below a folder as an unlabeled row, whatever its subfolders are.
 
+    All rows are training rows. Their ids are the paths relative to the folder. Notes
+    and warnings of the result count the other files.
+
     Args:
         root: Path or URI of the folder.
         follow_links: Whether links may lead out of the folder.
@@ -433,18 +468,21 @@ def read_two_folders(labeled: str, unlabeled: str, follow_links: bool = False) -
 
     Returns:
         The rows of both folders, labeled ones first. Their ids are the relative paths
-        after ``labeled/`` or ``unlabeled/``.
+        after ``labeled/`` or ``unlabeled/``. If the first folder has splits, its images
+        in splits other than train are test rows. All other rows are training rows.
 
     Raises:
         ConfigError: A folder is missing or holds no image, one folder is inside the
-            other, or an image of the first folder is in no class folder.
+            other, an image of the first folder is in no class folder, or
+            :func:`read_folder` refuses the first folder.
     """
     kind, path = split_prefix(labeled)
     if kind not in ("classes", "splits"):
         kind, path = "folder", labeled
     labeled = filesystem.normalize_path(path)
     first, second = (
-        os.path.realpath(_directory(folder)) + "/" for folder in (labeled, unlabeled)
+        os.path.realpath(_require_folder(folder)) + "/"
+        for folder in (labeled, unlabeled)
     )
     if first.startswith(second) or second.startswith(first):
         raise ConfigError(
@@ -481,27 +519,34 @@ def read_two_folders(labeled: str, unlabeled: str, follow_links: bool = False) -
 def read_imagenet(root: str, options: ReadOptions) -> Rows:
     """Read ImageNet from folders ``train/WNID`` and, if it is there, ``val/WNID``.
 
+    The rows of ``val`` are test rows. Images outside both folders are left out with a
+    warning.
+
     Args:
         root: Path or URI of the folder with ``train`` and ``val``.
         options: How the source is read. With ``imagenet_split``, all classes that are
             not among the 118 held-out ones are known, the 30 classes of the split are
             novel, and the other held-out classes are left out. Without it all classes
-            are kept and none is declared known.
+            are kept and none is declared known. With ``images_only``, every image below
+            ``root`` is an unlabeled row instead, see :func:`read_images`.
 
     Raises:
-        ConfigError: The layout is another one, or a split is used and the folder has no
-            known or no novel class of it.
+        ConfigError: There is no folder ``train``, an image is in no folder with the
+            name of a wnid, a folder of a class has no images, or a split is used and
+            the folder has no known or no novel class of it.
     """
     if options.images_only:
         return read_images(root, options.follow_links)
-    folders, _ = children(_directory(root))
+    folders, _ = children(_require_folder(root))
     if "train" not in folders:
         raise ConfigError(
             f"imagenet:{root}: no folder train there; expected train/WNID/ and"
             " val/WNID/"
         )
     splits = {f"{name}/": SPLITS[name] for name in ("train", "val") if name in folders}
-    rows, _ = _labeled(root, f"imagenet:{root}", splits, options.follow_links)
+    rows, _ = _read_below_prefixes(
+        root, f"imagenet:{root}", splits, options.follow_links
+    )
     other = np.flatnonzero(
         class_indices(
             rows.labels, [*filter(is_wnid, rows.labels.dictionary.to_pylist())]
@@ -544,7 +589,7 @@ def read_imagenet(root: str, options: ReadOptions) -> Rows:
 
 
 def is_wnid(name: str) -> bool:
-    """Return whether a name has the form of a class id of ImageNet, as n01440764."""
+    """Return whether a name has the form of a class id of ImageNet (n and 8 digits)."""
     return re.fullmatch(r"n[0-9]{8}", name) is not None
 
 
@@ -566,24 +611,27 @@ def imagenet_wnids(file: str) -> list[str]:
     )
 
 
-def _labeled(
+def _read_below_prefixes(
     root: str, source: str, splits: dict[str, str], follow_links: bool
 ) -> tuple[Rows, list[str]]:
-    """Read the images of class folders that are below some prefixes.
+    """Read images whose class is the folder that they are in, below some prefixes.
 
     Args:
         root: Path or URI of the source.
         source: Name of the source in messages.
-        splits: Prefix of relative paths -> "train" or "test". The prefix '' is the
-            whole source. Images below no prefix are left out with a warning.
+        splits: Prefix of relative paths, such as "val/" -> "train" or "test". The
+            prefix '' is the whole source. Images below no prefix are left out with a
+            warning.
         follow_links: Whether links may lead out of ``root``.
 
     Returns:
-        The rows, and the names of other folders of ``root`` that hold images. An image
-        that is in no folder below its prefix is unlabeled.
+        The rows, and the names of the folders of ``root`` that hold images and are
+        below no prefix. The class of an image is the first folder below its prefix. An
+        image that is in no such folder is unlabeled; a note counts these images if
+        there are labeled ones, too.
 
     Raises:
-        ConfigError: There are no images, or a class folder has none.
+        ConfigError: There are no images, or a folder directly below a prefix has none.
     """
     filled, others, warnings = set[str](), dict[str, None](), list[str]()
     listing = ImageListing(root, follow_links)
@@ -592,7 +640,8 @@ def _labeled(
         """Yield each image with its class, or None, and whether it is for training.
 
         This also fills ``filled`` with the class folders, and ``others`` with folders
-        outside the splits. At the end it warns of images that are left out.
+        outside the splits. At the end it adds a warning to ``warnings`` if images are
+        left out.
         """
         num_outside, example = 0, ""
         for found in listing:
@@ -638,7 +687,7 @@ def _make_rows(
     listing: ImageListing,
     warnings: Sequence[str],
 ) -> Rows:
-    """Make rows of image files.
+    """Make rows of image files. Their ids are the paths relative to the source.
 
     Args:
         listed: For each image its file, its class or None, and whether it is for
@@ -677,7 +726,7 @@ def _make_rows(
 
 
 def _suffix(name: str) -> str:
-    """Return the ending of a file in lower case, for a message.
+    """Return the ending of a file in lower case, by which files are counted.
 
     It has at most 12 characters, such as ``.heic`` for ``IMG_1.HEIC``. A file without a
     printable ending gives "without a suffix".
@@ -686,11 +735,11 @@ def _suffix(name: str) -> str:
     return suffix if suffix.isprintable() and suffix.strip() else "without a suffix"
 
 
-def _directory(root: str) -> str:
+def _require_folder(root: str) -> str:
     """Check that a path is a folder, and return it.
 
     Raises:
-        ConfigError: ``root`` is a file or missing.
+        ConfigError: ``root`` is a file or missing, or its storage cannot be reached.
     """
     if filesystem.kind(root) != "directory":
         raise ConfigError(f"{root or '(empty path)'} is not a folder")

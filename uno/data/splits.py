@@ -69,14 +69,18 @@ class Task:
     def label_names(self) -> pa.Array:
         """The label that training may see of each row: an Arrow array (N,) of strings.
 
-        The value of a row is null if training sees no label of it.
+        It is the name of the known class. The value of a row is null if training sees
+        no label of it, as for every test row.
         """
         index = pa.array(self.labels, mask=self.labels < 0)
         return pa.array(self.known, pa.string()).take(index)
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """The number of labeled and the number of unlabeled training rows."""
+        """The number of labeled and the number of unlabeled training rows, (N_l, N_u).
+
+        A training row with a hidden label counts as unlabeled.
+        """
         labeled = int((self.is_train & (self.labels >= 0)).sum())
         return labeled, int(self.is_train.sum()) - labeled
 
@@ -91,8 +95,9 @@ def train_rows(task: Task, ok: np.ndarray | None = None) -> dict[str, Any]:
 
     Returns:
         A mapping with ``labeled`` and ``unlabeled``, the row numbers of the training
-        rows as int64 (N_l,) and (N_u,); ``labels``, the known class of each labeled row
-        as a tensor int64 (N_l,); ``num_known`` and ``num_novel``.
+        rows as NumPy arrays int64 (N_l,) and (N_u,), ascending; ``labels``, the index
+        of the known class of each labeled row as a tensor int64 (N_l,); ``num_known``
+        and ``num_novel``, the numbers of classes.
     """
     usable = task.is_train if ok is None else task.is_train & ok
     labeled = np.flatnonzero(usable & (task.labels >= 0))
@@ -113,8 +118,9 @@ def truth_rows(
 
     Returns:
         For each split, "train" and "test", three tensors of n rows, with n = 0 if there
-        are none: row numbers int64 (n,), true classes among known + novel classes int64
-        (n,), and whether training does not see the row's label, bool (n,).
+        are none: row numbers int64 (n,), ascending; true classes, indices among known +
+        novel classes, int64 (n,); and whether training does not see the row's label,
+        bool (n,), which is True for all test rows.
     """
     usable = (task.eval_labels >= 0) & (True if ok is None else ok)
     found: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
@@ -130,20 +136,33 @@ def truth_rows(
 
 
 def make_task(rows: Rows, config: DataConfig) -> Task:
-    """Make the task of a data set, by the settings of ``data``.
+    """Make the discovery problem of a data set, by the settings of ``data``.
 
     ``known_classes``, or else the classes that the source declares as known, hide the
-    labels of all other classes. ``limit`` keeps some rows of each split.
+    labels of all other classes (a benchmark). If neither declares classes, the known
+    classes are those of the labeled training rows. C_u is ``num_novel``; in a benchmark
+    its default is the number of classes with hidden labels.
+
+    Other settings are applied in this order. ``limit`` keeps some rows of each split.
     ``validation_fraction`` moves training rows to the test split if no test row has a
-    label of a known class. ``unlabeled_known_fraction`` hides labels of known classes.
+    label of a known class. ``unlabeled_known_fraction`` hides labels of known classes
+    of training rows.
 
     Args:
         rows: The rows of the source.
         config: The section ``data`` of the configuration.
 
+    Returns:
+        The task of the rows that are kept. Classes are in the order of
+        :func:`order_classes`.
+
     Raises:
-        ConfigError: No row has a label, nothing is left to discover, the number of
-            novel classes is not known, or a setting does not fit the data.
+        ConfigError: No row, or no training row, has a label; nothing is left to
+            discover, because all rows are labeled with known classes; the number of
+            novel classes is not known, or is "auto"; there are more than
+            ``MAX_CLASSES`` classes; ``unlabeled_known_fraction`` is set and no known
+            classes are declared; or ``known_classes`` or ``limit`` does not fit the
+            data.
     """
     if config.num_novel == "auto":
         raise ConfigError(
@@ -249,8 +268,8 @@ def missing_labels(classes: Iterable[str]) -> list[str]:
         classes: Names of classes.
 
     Returns:
-        The names that are in :data:`MISSING` in lower case, such as ``Unknown``,
-        sorted.
+        The names that are in :data:`MISSING` in lower case and without spaces around
+        them, such as ``Unknown``. They are sorted, and spelled as in ``classes``.
     """
     return sorted(name for name in classes if name.strip().lower() in MISSING)
 
@@ -258,12 +277,12 @@ def missing_labels(classes: Iterable[str]) -> list[str]:
 def held_out(
     rows: Rows, is_train: np.ndarray, known: list[str], share: float
 ) -> np.ndarray:
-    """Choose training rows that become test rows, always the same ones.
+    """Choose training rows that become test rows, the same ones for runs of all seeds.
 
     The rows are drawn at random from each known class, and at least one row of each
     remains for training. Training rows whose label is hidden, because their class is
-    not known, are drawn as one group: their classes play no part. Rows without any
-    label are not chosen.
+    not known, are drawn as one group, of which at least one row remains, too. Test rows
+    and rows without any label are not chosen.
 
     Args:
         rows: All N rows.
@@ -284,15 +303,16 @@ def held_out(
 
 
 def unlabel(labels: np.ndarray, share: float) -> np.ndarray:
-    """Hide labels at random, always the same ones.
+    """Hide labels at random, the same ones for runs of all seeds.
 
     Args:
-        labels: Known class of each row, or -1, int64 (N,).
+        labels: Index of the known class of each row, or -1, int64 (N,). It is not
+            changed.
         share: The share of the rows of each class that lose their label, 0-1. At least
             one row of each class keeps its label.
 
     Returns:
-        The labels that are left, int64 (N,).
+        A copy in which -1 replaces the labels that are hidden, int64 (N,).
     """
     left = labels.copy()
     left[_draw_share(UNLABEL, rows_of_classes(labels, labels.max() + 1), share)] = -1
@@ -300,16 +320,17 @@ def unlabel(labels: np.ndarray, share: float) -> np.ndarray:
 
 
 def _draw_share(stream: int, groups: Sequence[np.ndarray], share: float) -> np.ndarray:
-    """Draw a share of each of several groups of rows, always the same rows.
+    """Draw a share of each of several groups of rows, the same ones at each call.
 
     Args:
         stream: The random stream of :mod:`uno.data.sampling`.
         groups: The row numbers of each group, int64 (n,).
-        share: The share of each group to draw, 0-1. At least one row of a group is not
-            drawn.
+        share: The share of each group to draw, 0-1. The number of rows is rounded. At
+            least one row of a group is not drawn.
 
     Returns:
-        The numbers of the rows that are drawn, int64.
+        The row numbers that are drawn, one group after the other, in random order
+        within a group, int64.
     """
     drawn = [np.arange(0)]
     for number, group in enumerate(groups):
@@ -324,7 +345,7 @@ def rows_of_classes(labels: np.ndarray, num: int) -> list[np.ndarray]:
     Args:
         labels: The class of each row, int64 (N,). Rows of a negative class are not
             returned.
-        num: The number of classes.
+        num: The number of classes, at most ``MAX_CLASSES``.
 
     Returns:
         For each of the classes 0 to ``num`` - 1 its row numbers in ascending order,
@@ -344,9 +365,10 @@ def decide_setting(
     A ``data.setting`` other than "auto" is returned as it is. Otherwise the first rule
     that holds decides: GCD if ``data.unlabeled_known_fraction`` hides labels of known
     classes; NCD if ``data.known_classes`` or the source says which classes are known,
-    because only labels of the other classes are hidden then; NCD if the method knows
-    nothing else; GCD for all other data: nobody knows the classes of its unlabeled
-    rows, and NCD would force an image of a known class into a novel class.
+    because only labels of the other classes are hidden then; NCD if the method or an
+    option of its objective does not go with GCD; GCD for all other data: nobody knows
+    the classes of its unlabeled rows, and NCD would force an image of a known class
+    into a novel class.
 
     Args:
         config: The configuration of the run.
@@ -392,8 +414,9 @@ def order_classes(names: Iterable[str], declared: Iterable[str] = ()) -> list[st
 
     Args:
         names: Names of classes, possibly with repetitions.
-        declared: Names in the order that a source declares. They come first. Other
-            names follow, sorted with numbers by value: ``2`` before ``10``.
+        declared: Names in the order that a source declares. Those that occur in
+            ``names`` come first. Other names follow, sorted with numbers by value:
+            ``2`` before ``10``.
     """
     rank = {name: i for i, name in enumerate(declared)}
 
@@ -402,7 +425,8 @@ def order_classes(names: Iterable[str], declared: Iterable[str] = ()) -> list[st
 
         Returns:
             The rank of the name in ``declared``, which is the same for all names that
-            are not declared; and the words and numbers of the name.
+            are not declared; and a list of the words and numbers of the name, all as
+            text, with the name itself at the end.
         """
         # numbers are compared by length and digits, because int() refuses long ones
         words = re.split(r"([0-9]+)", name)
@@ -414,6 +438,9 @@ def order_classes(names: Iterable[str], declared: Iterable[str] = ()) -> list[st
 
 def labeled_rows(rows: Rows, config: DataConfig) -> np.ndarray:
     """Return which rows have a label of a known class, training and test rows alike.
+
+    If neither ``known_classes`` nor the source declares known classes, every class
+    counts as known.
 
     Args:
         rows: All N rows.
@@ -456,8 +483,10 @@ def parse_known_classes(value: str, classes: list[str]) -> set[str]:
 
     Args:
         value: ``first:N`` for the first N classes, names separated by commas, or the
-            path or URI of a text file with one name on each line.
-        classes: The classes of the labels, in order.
+            path or URI of a text file with one name on each line. A value with a slash,
+            or the path of an existing file, is a file, unless a class has this name.
+            Spaces around names, and empty names, are ignored.
+        classes: The classes of the labels, in order, in Unicode normalization NFC.
 
     Returns:
         Names of classes, which are all in ``classes``.
@@ -500,9 +529,10 @@ def parse_known_classes(value: str, classes: list[str]) -> set[str]:
 def limit_rows(rows: Rows, limit: int) -> np.ndarray:
     """Choose at most ``limit`` rows of the training rows, and of the test rows.
 
-    In each split, unlabeled rows keep their share of the rows. The classes get the same
-    number of rows, except that a class with fewer rows leaves its part to the others.
-    The rows of a class are evenly spaced.
+    In each split, unlabeled rows keep their share of the rows: at least one row, and at
+    least one row is left for each class. The classes get the same number of rows,
+    except that a class with fewer rows leaves its part to the others. The rows of a
+    class are evenly spaced, so nothing is random.
 
     Args:
         rows: All N rows.

@@ -1,4 +1,4 @@
-"""Training batches from images that are not in memory.
+"""Make training and evaluation batches of images that are not kept in memory.
 
 Images are read, decoded and cropped ahead of the training step. The rows that a worker
 needs in all steps form one sequence (:class:`CropJob`). They are cropped by threads of
@@ -112,12 +112,14 @@ class StreamedImages:
         Args:
             kinds: Row numbers of each kind of rows, such as labeled and unlabeled ones,
                 int64. The sample has the rows of all kinds, one kind after the other.
-            batch_size: The largest number of rows of a batch.
+            batch_size: The largest number of rows of a batch. Batches have fewer rows
+                if their pixels would take more than :data:`EVAL_BYTES`.
 
         Returns:
-            For each batch the positions of its rows in the sample; and the function
-            that reads batches, see :data:`~uno.data.memory.Read`. A batch has rows of
-            several kinds if images are stored in groups, so that each group is read
+            For each batch the positions of its rows in the sample, int64 (b,); and the
+            function that reads batches, see :data:`~uno.data.memory.Read`. All rows of
+            a batch are of one kind, except if images are stored in groups: the rows are
+            then read in the order of their row numbers, so that each group is read
             once.
         """
         numbers = np.concatenate(kinds)
@@ -137,8 +139,13 @@ class StreamedImages:
         ) -> Iterator[tuple[Tensor, np.ndarray]]:
             """Yield the pixels of each batch, and which of its rows are readable.
 
+            Unreadable rows are not recorded.
+
             Args:
                 batches: Positions of the rows of each batch in the sample, int64 (b,).
+
+            Yields:
+                Pixels uint8 (b, 3, S, S), and bool (b,).
             """
             for _, pixels, reasons in self.decode(numbers[batch] for batch in batches):
                 yield pixels, ok_mask(reasons)
@@ -191,7 +198,9 @@ class StreamSet:
     def batches(
         self, config: Config, plan: Plan, rank: int, world_size: int, last: int
     ) -> StreamBatches:
-        """Return a function that gives one worker the batch of each step of a phase.
+        """Return a callable that gives one worker its part of the batch of each step.
+
+        Nothing is read before it is called the first time.
 
         Args:
             config: The configuration of the run.
@@ -229,11 +238,12 @@ class StreamSet:
         Args:
             chosen: Two arrays int64 that :meth:`choose_rows` returns: positions among
                 the labeled rows, and positions among the unlabeled rows.
-            batch_size: The largest number of rows of a batch.
+            batch_size: The largest number of rows of a batch. Batches have fewer rows
+                if their pixels would take more than :data:`EVAL_BYTES`.
 
         Returns:
             For each batch the positions of its rows in the sample, in which the labeled
-            rows come first; and the function that reads batches, see
+            rows come first, int64 (b,); and the function that reads batches, see
             :data:`~uno.data.memory.Read`.
         """
         kinds = [self.labeled[chosen[0]], self.unlabeled[chosen[1]]]
@@ -242,10 +252,13 @@ class StreamSet:
     def sync(self) -> None:
         """Exchange with all workers which images proved unreadable.
 
-        All workers must call this at the same step.
+        All workers must call this at the same step. If there are new ones, rank 0
+        writes the list of all to ``bad_samples.jsonl`` in the run directory.
 
         Raises:
-            ConfigError: More images are unreadable than the configuration allows.
+            ConfigError: There are new ones, and more images are unreadable than
+                ``data.max_bad_fraction`` allows.
+            StorageError: The list cannot be written.
         """
         self.source.bad.sync()
 
@@ -256,7 +269,8 @@ def streaming_set(config: Config, task: Task, storage: Storage) -> StreamSet:
     Args:
         config: The configuration of the run.
         task: All rows of the run.
-        storage: The run directory, where unreadable images are listed.
+        storage: The run directory, where unreadable images are listed. Those that an
+            earlier start of the run has listed there are read.
     """
     rows = task.rows
     bad = BadRows(rows.ids, rows.images, config.data.max_bad_fraction, storage)
@@ -268,7 +282,8 @@ def stream_here(config: Config, source: StreamedImages, **rows: Any) -> StreamSe
     """Make a training set whose rows are cropped by threads of this process.
 
     Args:
-        config: The configuration of the run.
+        config: The configuration of the run. It gives the number of threads, by default
+            the number of cores that this process may use.
         source: The images of all rows of the run.
         **rows: The fields that :func:`~uno.data.splits.train_rows` returns:
             ``labeled`` and ``unlabeled`` (row numbers), ``labels`` (of labeled rows),
@@ -376,12 +391,17 @@ class StreamBatches:
         return Batch(views, labels, config.augment.large.num_views)
 
     def close(self) -> None:
-        """Stop the threads or tasks that crop images ahead of the training step."""
+        """Stop the threads or tasks that crop images ahead of the training step.
+
+        A later call of this object for any step starts them again.
+        """
         self._running.close()
         self._next = -1
 
     def _start(self, step: int) -> None:
         """Start to crop the rows of this worker ahead, from a step on.
+
+        What is being cropped for other steps is stopped and dropped.
 
         Args:
             step: The first step whose rows are cropped.
@@ -404,6 +424,8 @@ def pack(
 ) -> Generator[tuple[Tensor, dict[int, str]], None, None]:
     """Join cropped views of rows to batches of equal size.
 
+    Rows at the end that do not fill a batch are dropped.
+
     Args:
         chunks: The views of all rows in order, some rows at a time.
         num_rows: The number of rows in a batch.
@@ -412,8 +434,8 @@ def pack(
             GPU asynchronously.
 
     Yields:
-        The views of a batch, uint8 (num_rows, row_bytes); and the reason for each
-        unreadable row, by its position in the batch.
+        The views of a batch, a new tensor uint8 (num_rows, row_bytes) on the CPU; and
+        the reason for each unreadable row, by its position in the batch.
     """
     filled = 0
     for found, reasons in chunks:
@@ -448,8 +470,8 @@ def replacement_rows(ok: np.ndarray, num_labeled: int) -> np.ndarray | None:
         num_labeled: The number of labeled rows, which come first.
 
     Returns:
-        The position of the row to take for each position, int64 (B,). None if rows of a
-        kind are all unreadable.
+        The position of the row to take for each position, int64 (B,). None if one kind
+        has rows and all of them are unreadable.
     """
     chosen = np.arange(len(ok))
     for kind in (slice(num_labeled), slice(num_labeled, None)):
@@ -538,8 +560,8 @@ class CropJob:
 
         Yields:
             For each epoch, or the part of it that is in the range of steps, an iterator
-            over some rows at a time: their global steps, their positions in the global
-            batch, and their row numbers, see :data:`References`.
+            over some rows at a time: the steps that need them, their positions in the
+            global batch, and their row numbers, see :data:`References`.
         """
         first = self.first
         while first < self.last:
@@ -579,9 +601,9 @@ class CropJob:
 def window_rows(images: Images) -> int:
     """Return how many rows are shuffled together if images are stored in groups.
 
-    It is about :data:`WINDOW_BYTES` divided by the mean stored size of an image, at
-    least 1 and at most :data:`MAX_WINDOW_ROWS`, see
-    :func:`~uno.data.sampling.by_windows`.
+    It is :data:`WINDOW_BYTES` divided by the mean stored size of an image, at least 1
+    and at most :data:`MAX_WINDOW_ROWS`, see :func:`~uno.data.sampling.by_windows`. The
+    size of every image is looked up, but no image is read.
 
     Args:
         images: All images of the source, at least one.
@@ -604,7 +626,12 @@ def crop_local(job: CropJob, threads: int) -> Generator[Chunk, None, None]:
 
     Yields:
         Some rows at a time, in order: their views uint8 (n, row_bytes), and for each
-        row the reason why it is unreadable, or None.
+        row the reason why it is unreadable, or None. The views of an unreadable row are
+        black.
+
+    Raises:
+        ConfigError: A file that holds many images, such as a tar shard, cannot be read.
+        StorageError: An image's file cannot be read now, but perhaps later.
     """
 
     def crop(item: tuple[np.ndarray, np.ndarray, Images]) -> Chunk:
@@ -630,14 +657,15 @@ def _with_images(job: CropJob) -> Iterator[tuple[np.ndarray, np.ndarray, Images]
     """Yield the rows of a job with their images, some rows at a time.
 
     Images that are stored in groups are read here, in the thread that consumes this, so
-    that each group is read once. Other images are read when they are cropped.
+    that the rows of a group are read together. Other images are read when they are
+    cropped.
 
     Args:
         job: The rows that one worker needs in a range of steps.
 
     Yields:
         For n rows the global steps int64 (n,), the positions in the global batches
-        int64 (n,), and the images.
+        int64 (n,), and the n images. n is at most :data:`THREAD_ROWS`.
     """
     size = min(job.chunk_rows, THREAD_ROWS)
     for steps, positions, rows in chain.from_iterable(
@@ -673,10 +701,12 @@ class StreamedEvalSet(EvalRows):
         """Yield the rows of one worker as batches, each row once.
 
         Unreadable rows are left out. They are added to ``bad`` of the attribute
-        ``source``, which collects the unreadable rows of the run.
+        ``source``, which collects the unreadable rows of the run. A batch without a
+        readable row is not yielded.
 
         Args:
-            batch_size: The largest number of rows in a batch.
+            batch_size: The largest number of rows in a batch. Batches have fewer rows
+                if their pixels would take more than :data:`EVAL_BYTES`.
             rank: Number of the worker, from 0. It gets a contiguous share of the rows.
             world_size: The number of workers.
 
@@ -711,8 +741,8 @@ class StreamedEvalSet(EvalRows):
             num: The largest number of rows. At most :data:`MAX_SAMPLE_ROWS` are chosen.
 
         Returns:
-            A list of one array, because there is one kind of rows: the chosen rows,
-            int64, as row numbers of the data set (values of :attr:`index`).
+            A list of one array int64, because there is one kind of rows: the positions
+            of the chosen rows in :attr:`index`.
         """
         rows, num = [self.index.numpy()], min(num, MAX_SAMPLE_ROWS)
         return spread(self.source.images, rows, num)
@@ -723,13 +753,14 @@ class StreamedEvalSet(EvalRows):
         """Divide a sample of rows into batches, and return how they are decoded.
 
         Args:
-            chosen: A list of one array int64, the positions of the chosen rows, which
-                :meth:`choose_rows` returns.
-            batch_size: The largest number of rows of a batch.
+            chosen: A list of one array int64, the positions of the chosen rows in
+                :attr:`index`, which :meth:`choose_rows` returns.
+            batch_size: The largest number of rows of a batch. Batches have fewer rows
+                if their pixels would take more than :data:`EVAL_BYTES`.
 
         Returns:
-            For each batch the positions of its rows in the sample; and the function
-            that reads batches, see :data:`~uno.data.memory.Read`.
+            For each batch the positions of its rows in the sample, int64 (b,); and the
+            function that reads batches, see :data:`~uno.data.memory.Read`.
         """
         index = self.index.numpy()
         return self.source.plan_reading([index[rows] for rows in chosen], batch_size)

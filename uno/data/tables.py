@@ -58,18 +58,27 @@ def read_parquet(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
 
     The split of a row is its value in the column ``split``; else it follows from the
     name of the file (train-*, test-*, validation-*) or its folder; else it is train.
-    Bytes of images stay in the files until they are read.
+    Bytes of images stay in the files until they are read. Without a column of labels
+    all rows are unlabeled, and a note suggests a column. If the metadata of the files
+    have class names (Hugging Face) or known classes (``uno data pack``), the rows have
+    them, too.
 
     Args:
         path: Path or URI of the file or folder.
         options: How the source is read. If the column of images holds paths, they are
             relative to ``image_folder``, or to the folder of the source if that is
-            None.
+            None. With ``images_only``, labels and splits in columns are not read.
+
+    Returns:
+        The rows. An id is the value of the column ``id``; ``row-NUMBER`` if that is
+        empty, numbered from 0 over all files; or ``FILE#NUMBER`` if there is no such
+        column, numbered from 0 in each file.
 
     Raises:
-        ConfigError: There is no such file; the files are damaged, are the shards of an
-            unfinished ``uno data pack``, or do not have the same columns; or a column
-            cannot be used.
+        ConfigError: There is no such file, or there are no rows; the files are damaged,
+            are the shards of an unfinished ``uno data pack``, are in folders of hive
+            partitioning for a column that would be read, or do not have the same
+            columns; or a column or its values cannot be used.
     """
     source, (root, files) = f"parquet:{path}", parquet_files(path, options.follow_links)
     refuse_partitions(source, files, options)
@@ -130,7 +139,7 @@ def read_parquet(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
 def refuse_partitions(
     source: str, files: Iterable[filesystem.FileEntry], options: ReadOptions
 ) -> None:
-    """Refuse Parquet files in a folder LABEL=VALUE, as hive partitioning has them.
+    """Refuse Parquet files in a folder COLUMN=VALUE, as hive partitioning has them.
 
     Args:
         source: Name of the source, for errors.
@@ -138,7 +147,8 @@ def refuse_partitions(
         options: How the source is read. Nothing is refused if only images are read.
 
     Raises:
-        ConfigError: The name of a folder stands for a column that would be read.
+        ConfigError: COLUMN in the name of a folder is a column of labels or splits, or
+            one that the user names.
     """
     wanted = {*TRAINING_COLUMNS, *options.columns.values()}
     folders = {folder for file in files for folder in file.relative.split("/")[:-1]}
@@ -155,12 +165,15 @@ def refuse_partitions(
 def join_tables(source: str, tables: Sequence[pa.Table]) -> pa.Table:
     """Concatenate the tables of several files.
 
+    Columns are joined by name. Number types that differ become one that holds both.
+
     Args:
         source: Name of the source, for errors.
         tables: Arrow tables. A column that a table lacks is null there.
 
     Raises:
-        ConfigError: The types of a column do not fit together.
+        ConfigError: The types of a column do not fit together, such as text and
+            numbers.
     """
     try:
         return pa.concat_tables(tables, promote_options="permissive")
@@ -174,11 +187,12 @@ def _make_ids(table: Any, name: str, first: int) -> pa.LargeStringArray:
     """Return the ids of the rows of one file.
 
     Args:
-        table: The Arrow table of the file. Its column ``id`` may lack values or be
-            missing. Ids are then ``row-NUMBER``, or ``NAME#NUMBER`` if there is no
-            column.
+        table: The Arrow table of the file. If its column ``id`` is null or empty in a
+            row, the id is ``row-NUMBER``, with the number of the row in the source. If
+            it has no such column, ids are ``NAME#NUMBER``, with the number of the row
+            in the file. Both count from 0.
         name: Relative path of the file.
-        first: Number of its first row in the source.
+        first: Number of the file's first row in the source.
     """
     rows = np.arange(len(table))
     if "id" not in table.column_names:
@@ -216,7 +230,10 @@ def _read_file(file: filesystem.FileEntry, options: ReadOptions) -> _FileContent
         options: How the source is read.
 
     Raises:
-        ConfigError: The file is damaged, or a column is missing or of a wrong type.
+        ConfigError: The file is damaged or has more than ``MAX_ROWS`` rows; a column is
+            missing, of a wrong type, or has the name of another one; the name of a
+            column is almost a standard one, see :func:`check_names`; or the class names
+            of the metadata are not a list of different names.
     """
     path, own, shard = file.path, options.columns, ParquetShard(file.path)
     schema, num = shard.schema, shard.metadata.num_rows
@@ -275,7 +292,8 @@ def read_named_columns(
             column that the file lacks is left out.
 
     Returns:
-        The columns that were found, and "split". Ids and splits are text.
+        The columns that were found, by standard name, and in any case "split". Ids and
+        splits are cast to text; other columns keep their types.
 
     Raises:
         ConfigError: The file is damaged, or ids or splits cannot be text.
@@ -301,7 +319,8 @@ def _image_column(path: str, own: Mapping[str, str], columns: Sequence[str]) -> 
         columns: The names of all columns.
 
     Raises:
-        ConfigError: There is no such column, or two columns have the same name.
+        ConfigError: The user names no such column and none has a name of
+            :data:`IMAGE_COLUMNS`; or any two columns have the same name.
     """
     image = own.get("image") or next((c for c in IMAGE_COLUMNS if c in columns), None)
     if image is None:
@@ -321,8 +340,10 @@ def check_names(path: str, columns: Iterable[str], options: ReadOptions) -> None
             only images are read.
 
     Raises:
-        ConfigError: A named column is missing; or a column is called almost as label,
-            split or eval_label, for example ``Label``, and would be ignored.
+        ConfigError: A named column is missing. Or a column differs from label, split
+            or eval_label only in case or in spaces around it, for example ``Label``,
+            and would be ignored, because no column has exactly this name and the user
+            names none for it; this is not checked if only images are read.
     """
     present, names = list(columns), options.columns
     for ours, theirs in names.items():
@@ -358,11 +379,13 @@ def read_table(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
     Args:
         path: Local path or URI of the table.
         options: How the source is read. Its ``columns`` give the names in the table
-            that differ from those above.
+            that differ from those above. With ``images_only`` labels and splits are
+            not read, and a row may have no path.
 
     Raises:
-        ConfigError: The file is no such table, a value cannot be used, or none of its
-            images is there.
+        ConfigError: The file is no such table or has no rows, a value cannot be used, a
+            row has no path, or none of its images is there (which is not checked in
+            remote storage).
     """
     root, _ = filesystem.split(path)
     table = read_text_table(path)
@@ -378,6 +401,8 @@ def rows_of_table(
 ) -> Rows:
     """Make the rows of a data set from the content of a CSV or JSONL table.
 
+    :func:`read_table` describes the columns.
+
     Args:
         source: Name of the source, for errors.
         path: Path of the table, for errors.
@@ -387,7 +412,9 @@ def rows_of_table(
         options: How the source is read.
 
     Raises:
-        ConfigError: The table lacks columns, or its images are not there.
+        ConfigError: The table lacks a column or has no rows, a label, split or path
+            cannot be used, or none of its images is there (which is not checked in
+            remote storage).
     """
     columns, names = table.columns, options.columns
     check_names(path, columns, options)
@@ -466,7 +493,9 @@ def need_of_images(columns: Sequence[str], ours: Sequence[str]) -> str:
 
     Returns:
         The text that follows "TABLE: " in the message, such as "needs a column path or
-        image, or --data.columns image=file; it has file, label".
+        image, or --data.columns image=file; it has file, label". Advice is added if
+        each line seems to be one value in quotes, or if the first line seems to be a
+        row instead of the names of columns.
     """
     likely = next(
         (name for name in columns if name and LIKELY_IMAGES.fullmatch(name)), "NAME"
@@ -494,7 +523,8 @@ def note_of_no_label(
         names: Standard name of a column, such as "label" -> its name in the table.
 
     Returns:
-        One line that suggests a column, nothing if no column can be the labels.
+        A tuple of one line that suggests a column, or the placeholder NAME if several
+        could be meant. Empty if no column can be the labels.
     """
     ours = {"path", "image", "img", "id", "split", "eval_label", "text", "embedding"}
     others = [
@@ -517,7 +547,7 @@ def splits_in(source: str, given: pa.DictionaryArray) -> np.ndarray:
             names none is for training.
 
     Returns:
-        bool (N,).
+        bool (N,), False for test rows. Validation counts as test.
 
     Raises:
         ConfigError: A split is not one of :data:`~uno.data.rows.SPLITS`, in any case of

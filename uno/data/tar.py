@@ -68,8 +68,9 @@ class TarImages(Images):
     def read_images(self, rows: np.ndarray) -> list[Image]:
         """Return the encoded images of ``rows``, int64 (n,), in that order.
 
-        Neighboring images are read in one piece. An image that is larger than
-        ``MAX_IMAGE_BYTES`` is cut to one byte more, so that decoding refuses it.
+        All are bytes, b"" for a link or sparse file. Neighboring images are read in one
+        piece. An image that is larger than ``MAX_IMAGE_BYTES`` is cut to one byte more,
+        so that decoding refuses it. One at the end of a truncated shard is incomplete.
 
         Raises:
             ConfigError: A shard cannot be read.
@@ -93,14 +94,16 @@ class TarImages(Images):
             rows: Row numbers, int64 (n,).
 
         Returns:
-            The span that each image begins in, numbered over all shards, int64 (n,). A
-            span has :data:`SPAN_BYTES`. None if the shards are local, where each image
-            is read by itself.
+            The number of the span that each image begins in, counted over all shards,
+            int64 (n,). A span has :data:`SPAN_BYTES`. None if the shards are local,
+            where each image is read by itself, or if there are none.
         """
         return self._pieces[rows] if self.shards and is_uri(self.shards[0]) else None
 
     def sizes(self, rows: np.ndarray) -> np.ndarray:
         """Return the size of each image in bytes, int64 (n,).
+
+        It is 0 for a link or sparse file.
 
         Args:
             rows: Row numbers, int64 (n,).
@@ -114,7 +117,7 @@ class TarImages(Images):
             rows: Row numbers, int64 (n,).
 
         Returns:
-            ns since 1970, int64 (n,).
+            ns since 1970, int64 (n,), -1 if that is not known.
         """
         return self.shard_times[self.shard[rows]]
 
@@ -128,9 +131,9 @@ class TarImages(Images):
         return any(map(is_uri, self.shards))
 
     def reader(self) -> TarImages:
-        """Return the object that another process reads these images with: this one.
+        """Return the object with which another process reads these images.
 
-        Any node can read the shards.
+        It is this object itself, which has the paths of the shards and no open file.
         """
         return self
 
@@ -156,7 +159,8 @@ def read_tar(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
     :func:`~uno.data.labels.encode_labels`). The split is what the name or folder of a
     shard says, else train; val, valid and validation count as test. A member that is a
     link, or a sparse file (one that tar stores without its zeros), is an unreadable
-    image.
+    image. Nothing but the members' places and labels is read, and what is found is kept
+    in the cache directory of the user, see :func:`~uno.data.tar_index.index_shards`.
 
     WebDataset itself ends a key at the first dot, so that ``3.mask.png`` belongs to the
     row ``3``. Here such an image is left out if ``3.png`` is in the same shard and no
@@ -168,6 +172,10 @@ def read_tar(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
         path: A path or URI of a folder or a file, or a pattern with ``*``,
             ``{000..009}`` or ``{a,b}``.
         options: How the source is read. With ``images_only`` labels are not read.
+
+    Returns:
+        The rows, one shard after the other. Notes name the truncated shards, of which
+        the members that are there are read, and count members that are ignored.
 
     Raises:
         ConfigError: There is no such file or no image, a file is compressed or no tar
@@ -226,7 +234,7 @@ def _decode_labels(texts: Any) -> list[Any]:
         texts: The labels as JSON or null, an Arrow array (N,).
 
     Returns:
-        The N labels, None for null.
+        The N labels as Python values, None for null.
     """
     coded = texts.dictionary_encode()
     values = [json.loads(text) for text in coded.dictionary.to_pylist()]
@@ -277,8 +285,8 @@ def _list_notes(found: Mapping[str, ShardContent]) -> list[str]:
         found: The content of each shard by its name.
 
     Returns:
-        A line for each shard that is cut off, and one about members that are neither
-        image nor label.
+        A line for each shard that is cut off, and one that counts the members that are
+        neither image nor label, if there are any. It names the 8 most common suffixes.
     """
     lines = [
         f"{shard} is truncated: it ends inside a member"
@@ -308,7 +316,7 @@ def _read_images(path: str, start: np.ndarray, end: np.ndarray) -> list[bytes]:
         end: Position after the last byte of each range, int64 (n,).
 
     Returns:
-        The bytes of each range.
+        The bytes of each range, fewer where the shard ends before the range does.
 
     Raises:
         ConfigError: The shard cannot be read.
@@ -328,7 +336,11 @@ def _split_of(name: str) -> str:
     """Return the split of a shard, "train" or "test".
 
     It follows from the first word in the name of the file that names a split, else from
-    the name of its folder; "train" if neither says anything.
+    the name of its folder; "train" if neither says anything. Words are separated by
+    ``-``, ``_`` or ``.``, in any case of letters; val, valid and validation are "test".
+
+    Args:
+        name: The path of the shard below the source.
     """
     folder, _, file = f"/{name}".rpartition("/")
     words = [*re.split(r"[-_.]", file.lower()), folder.rpartition("/")[2].lower()]
@@ -338,13 +350,23 @@ def _split_of(name: str) -> str:
 def find_shards(path: str, follow_links: bool) -> list[FileEntry]:
     """List the tar files that a path or pattern names, in order.
 
+    In a folder these are the files that end in ``.tar``, in any case of letters. A file
+    that is named itself or by a pattern may have any ending.
+
     Args:
         path: A path or URI of a file or folder, or a pattern. ``{000..009}`` or
-            ``{a,b}`` may be anywhere in it, and ``*`` in the name of the file.
+            ``{a,b}`` may be anywhere in it, and ``*`` in the name of the file. A path
+            that does not exist counts as a pattern.
         follow_links: Whether links may lead out of the folder.
 
+    Returns:
+        The files, with paths relative to the folder of the source. For a pattern that
+        is the folder before its first ``*`` or brace. Size and time of remote files are
+        looked up. A file that is named without ``*`` need not exist.
+
     Raises:
-        ConfigError: There are none, or the pattern names more than :data:`MAX_SHARDS`.
+        ConfigError: A folder has no tar files, a ``*`` matches no file, the pattern
+            names more than :data:`MAX_SHARDS`, or a folder cannot be listed.
     """
     kind = filesystem.kind(path)
     if kind == "missing":
@@ -375,8 +397,13 @@ def _match_pattern(pattern: str, follow_links: bool) -> list[FileEntry]:
         pattern: The pattern, see :func:`find_shards`.
         follow_links: Whether links may lead out of the folder.
 
+    Returns:
+        The files, with paths relative to the folder before the first ``*`` or brace. A
+        local file that is missing has the size -1.
+
     Raises:
-        ConfigError: There are none, or the pattern names too many files.
+        ConfigError: No name is left, because no file matches a ``*``; or the pattern
+            names too many files.
     """
     root_length = re.split(r"[*{]", pattern)[0].rfind("/") + 1
     shards = list[FileEntry]()
@@ -407,7 +434,8 @@ def expand_braces(pattern: str) -> list[str]:
         pattern: A path or URI with any number of braces, which are not nested.
 
     Returns:
-        The names in order. They need not exist. A pattern without braces gives itself.
+        The names in order. They need not exist. A pattern without braces gives itself,
+        and one with numbers that descend, as ``{9..0}``, gives no names.
 
     Raises:
         ConfigError: The names are more than :data:`MAX_SHARDS`.

@@ -1,4 +1,4 @@
-"""Find the images and labels inside tar shards, and remember what was found.
+"""Find the images and labels inside tar shards, and cache the result on disk.
 
 :mod:`tarfile` reads the headers of a shard, which transfers most of a remote shard. The
 result is kept in a file in the cache directory of the user. A later start reads this
@@ -152,8 +152,8 @@ class _Shard:
     def members(self) -> Iterator[Member]:
         """Yield the files and links of the shard in order.
 
-        Hidden files, such as file managers add, are left out. The last member may be
-        cut off.
+        Folders and hidden files, such as file managers add, are left out. The last
+        member may be cut off; ``is_cut`` is True then.
 
         Raises:
             ConfigError: The shard is compressed, is no tar file, or is damaged.
@@ -191,7 +191,8 @@ class _Shard:
         up.
 
         Args:
-            info: The header, of any entry but a folder.
+            info: The header, of any entry but a folder. A leading ``./`` of the name is
+                removed.
         """
         name = info.name.removeprefix("./")
         folder, slash, base = name.rpartition("/")
@@ -230,9 +231,11 @@ class _Shard:
         """Read the label in a member KEY.cls or KEY.json.
 
         Returns:
-            The label, None if a JSON file has none, or the ConfigError that says why it
-            cannot be read. The error is not raised here, because most JSON files that
-            are no label have no image either.
+            The label: the text of KEY.cls without spaces around it, or the value of the
+            first of :data:`LABEL_KEYS` that KEY.json has. None if a JSON file has none
+            of them. Or the ConfigError that says why the label cannot be read. The
+            error is not raised here, because most JSON files that are no label have no
+            image either.
         """
         where, kind = f"{self.path}: {shown(member.name)}", KINDS[member.suffix]
         if not member.is_plain:
@@ -258,9 +261,13 @@ class _Shard:
 def index_shards(shards: Sequence[FileEntry], images_only: bool) -> list[ShardContent]:
     """Return what shards hold, from the cache directory or by scanning them.
 
+    What is found by scanning is written to the cache directory. Up to :data:`THREADS`
+    shards are scanned at the same time.
+
     Args:
         shards: The shards.
-        images_only: Whether labels are not read. Such scans are kept apart.
+        images_only: Whether labels are not read. The cache has separate entries for
+            scans with and without labels.
 
     Returns:
         The content of each of ``shards``, in their order.
@@ -275,8 +282,9 @@ def index_shards(shards: Sequence[FileEntry], images_only: bool) -> list[ShardCo
 def _index_shard(shard: FileEntry, images_only: bool) -> ShardContent:
     """Return what a shard holds, from the cache directory or by scanning it.
 
-    A shard that changes in the tick of the clock in which it is scanned may keep its
-    size and time, so the scan of a shard that was just written is not kept.
+    The result of a scan is written to the cache directory. This is not done for a shard
+    whose size or time is not known, or that was written less than 2 s ago: if such a
+    shard changes again in the same tick of the clock, it may keep its size and time.
 
     Args:
         shard: The shard.
@@ -323,7 +331,7 @@ def _read_content(path: str) -> ShardContent | None:
 def _write_content(path: str, content: ShardContent) -> None:
     """Write the content of a shard to the cache directory.
 
-    If the directory cannot be written, a warning is logged.
+    If the directory cannot be written, a warning is logged, and no error is raised.
 
     Args:
         path: Path below the cache directory.
@@ -345,21 +353,26 @@ def _write_content(path: str, content: ShardContent) -> None:
 
 @cache
 def _warn_once(text: str) -> None:
-    """Log a warning, unless the same one was logged before."""
+    """Log a warning, unless this process has logged the same one before."""
     log.warning("%s", text)
 
 
 def scan_shard(entry: FileEntry, images_only: bool) -> ShardContent:
     """Read the headers and labels of a shard, and join images and labels by key.
 
+    The cache directory is neither read nor written. If an image has both KEY.cls and
+    KEY.json, KEY.cls counts unless it is blank.
+
     Args:
         entry: The shard.
-        images_only: Whether labels are not read.
+        images_only: Whether labels are not read. All labels are then null, but the
+            names of label members still tell which images are rows.
 
     Raises:
         ConfigError: The shard cannot be read, is compressed or damaged, or has more
-            than MAX_ROWS images; two members have the same name, or two images the
-            same key; or the label of an image cannot be read.
+            than MAX_ROWS images; two label members have the same name, or two images
+            the same key; the label of an image cannot be read; or it is not clear which
+            image a label belongs to, see :func:`_find_fields`.
     """
     images: dict[str, Member] = {}
     labels: dict[tuple[str, str], Any] = {}  # by key and suffix
@@ -471,5 +484,5 @@ def _find_fields(
 
 
 def shown(name: str) -> str:
-    """Return the name of a member of a shard, as error messages show it."""
+    """Return the name of a member of a shard in quotes, as error messages show it."""
     return one_line(repr(valid_text(name)))

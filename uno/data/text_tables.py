@@ -58,19 +58,22 @@ def read_text_table(path: str) -> TextTable:
 def read_csv(path: str) -> TextTable:
     """Read a CSV file whose first line names the columns.
 
-    Spaces after a separator are ignored. The separator is the one that gives the first
-    line the most columns, and a comma if several do.
+    Spaces after a separator and around names are ignored, and so are blank lines. Of
+    comma, semicolon, tab and ``|``, the separator is the first one that gives the first
+    line the most columns. A note says so if it is not the comma.
 
     Args:
         path: Local path or URI of the file.
 
     Returns:
         The table. All values are text; an empty cell is "". A row with fewer values
-        than the first line has None in the last columns.
+        than the first line has None in the last columns. An empty file gives no columns
+        and no rows.
 
     Raises:
-        ConfigError: The file cannot be read or is not CSV, a row has more values than
-            the first line, or two columns have the same name.
+        ConfigError: The file cannot be read, is too large or is not CSV, a row has more
+            values than the first line, or two columns have the same name (but several
+            may have none).
     """
     text = _read_text(path)
     first_line = text.splitlines()[0] if text else ""
@@ -108,11 +111,13 @@ def read_jsonl(path: str) -> TextTable:
         path: Local path or URI of the file.
 
     Returns:
-        A table with all names of the objects as columns, None where an object lacks
-        one.
+        A table with all names of the objects as columns, in the order in which they
+        first occur, and None where an object lacks one. Values are as JSON has them,
+        not only text.
 
     Raises:
-        ConfigError: The file cannot be read, or a line is not a JSON object.
+        ConfigError: The file cannot be read or is too large, or a line is not a JSON
+            object.
     """
     records, lines = list[dict[str, Any]](), list[int]()
     for number, line in enumerate(_read_text(path).split("\n"), start=1):
@@ -155,7 +160,10 @@ def _many_lines(line: str) -> str:
 
 
 def _separator_of(header: str) -> str:
-    """Return the separator that gives the first line of a CSV file the most columns."""
+    """Return the separator that gives the first line of a CSV file the most columns.
+
+    Of equal ones it is the first in :data:`SEPARATORS`.
+    """
 
     def num_columns(separator: str) -> int:
         """Return the number of columns of the first line, 0 if it is not valid CSV."""
@@ -164,15 +172,18 @@ def _separator_of(header: str) -> str:
         except csv.Error:  # reading the whole file raises it again
             return 0
 
-    return max(SEPARATORS, key=num_columns)  # the first, the comma, of equal ones
+    return max(SEPARATORS, key=num_columns)  # the first of equal ones
 
 
 def _read_text(path: str) -> str:
     """Read the text of a file, which is UTF-8 unless a byte order mark says otherwise.
 
+    The byte order mark is removed.
+
     Raises:
         ConfigError: The file cannot be read, has more than ``MAX_TABLE_BYTES`` bytes or
-            ``MAX_ROWS`` lines, or is not text in this encoding.
+            ``MAX_ROWS`` lines, is not text in this encoding, or has a zero character
+            near its beginning.
     """
     data = filesystem.read_whole(path, MAX_TABLE_BYTES)
     encoding = next(

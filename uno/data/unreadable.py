@@ -1,4 +1,4 @@
-"""The images of a data set that cannot be read: their list, and how many may be.
+"""List the images that cannot be read, and raise an error if there are too many.
 
 Each entry of the list has the id of a row, the reason, and the path of the image if it
 is in a file. The list is a file of the run directory.
@@ -33,7 +33,10 @@ def check_bad(
     storage: Storage | None = None,
     images: Images | None = None,
 ) -> list[BadSample]:
-    """List the unreadable images of a data set, and stop if there are too many.
+    """List the unreadable images of a data set, and refuse it if there are too many.
+
+    If ``storage`` is given and the list is not empty, rank 0 writes the list to a file,
+    which replaces an older one.
 
     Args:
         ids: The ids of N rows, an Arrow array.
@@ -117,11 +120,12 @@ class BadRows:
         self._num_synced = len(self._reasons)
 
     def add(self, row: int, reason: str) -> None:
-        """Record that a row cannot be read.
+        """Record in memory that a row cannot be read. No file is written.
 
         Args:
-            row: Its number in the task.
-            reason: Why it cannot be read. A reason that was recorded before is kept.
+            row: The number of the row in the task.
+            reason: Why the row cannot be read. If a reason of this row was recorded
+                before, that one is kept.
         """
         self._reasons.setdefault(row, reason)
 
@@ -136,11 +140,14 @@ class BadRows:
     def sync(self) -> None:
         """Exchange the recorded rows among all workers, and list them in a file.
 
-        All workers must call this at the same time. Nothing is written if no worker has
-        a new row.
+        All workers must call this at the same time. Rank 0 writes :data:`BAD_SAMPLES`
+        with all rows. Nothing is written or checked if no worker has recorded a new row
+        since the last call.
 
         Raises:
-            ConfigError: More rows are unreadable than ``max_fraction`` allows.
+            ConfigError: There is a new row, and more rows are unreadable than
+                ``max_fraction`` allows. The list is written before.
+            StorageError: The list cannot be written.
         """
         new = dict(list(self._reasons.items())[self._num_synced :])
         new_of_rank = distributed.gather_objects(new)
@@ -159,10 +166,14 @@ class BadRows:
     def _read_list(self) -> dict[int, str]:
         """Read the rows and reasons that the run had listed before it was resumed.
 
-        A damaged list counts as empty, and a warning is logged.
+        A missing list counts as empty. So does a damaged one, and a warning is logged.
+        Entries whose id is no row of the task are left out.
 
         Returns:
             Reasons by row number.
+
+        Raises:
+            StorageError: The file exists and cannot be read.
         """
         try:
             entries = (self._storage.find(BAD_SAMPLES) or b"").splitlines()

@@ -18,14 +18,17 @@ PERCENTILES = (0.1, 99.9)
 def choose_value_range(rows: Rows) -> tuple[Range, str] | None:
     """Choose the range of stored values of a data set, by a sample of its images.
 
+    The sample, up to 64 images, is decoded at the first use and kept in ``rows``.
+
     Args:
         rows: The rows.
 
     Returns:
         Two values. The first is the pair (low, high) of the stored values that become
-        black and white, the :data:`PERCENTILES` of the sampled values. The second is a
-        text that says how they were chosen. A single None if no readable image of the
-        sample has more than 8 bits.
+        black and white, the :data:`PERCENTILES` of the sampled values, rounded to 6
+        digits; high is low + 1 if they are equal. The second is a text that says how
+        they were chosen. A single None if no readable image of the sample has more than
+        8 bits.
     """
     facts = rows.image_sample.readable
     samples = [one.deep_values for one in facts if one.deep_values is not None]

@@ -46,9 +46,9 @@ def save_checkpoint(
 ) -> None:
     """Write a checkpoint, unless a valid one of the same phase and step exists.
 
-    A checkpoint is valid if its checksum and its format version are right. The tensors
-    are copied now, so they may change before the file is written. If writing fails,
-    older checkpoints are unchanged.
+    A checkpoint is valid if its checksum and its format version are right. An invalid
+    file of the same step is replaced. The tensors are copied now, so they may change
+    before the file is written. If writing fails, older checkpoints are unchanged.
 
     Args:
         storage: The run directory.
@@ -83,7 +83,7 @@ def save_checkpoint(
 
 
 def prune_checkpoints(storage: Storage, phase: str, last: int, keep: int) -> None:
-    """Delete old checkpoints of a phase.
+    """Delete old checkpoints of a phase, whether they are valid or damaged.
 
     Args:
         storage: The run directory.
@@ -91,7 +91,10 @@ def prune_checkpoints(storage: Storage, phase: str, last: int, keep: int) -> Non
         last: The step up to which checkpoints are deleted. Later ones may have been
             written since this deletion was queued, and are not touched.
         keep: The number of checkpoints up to ``last`` that are kept, the newest ones;
-            at least 1.
+            at least 1. Damaged ones count, too.
+
+    Raises:
+        StorageError: A file cannot be deleted.
     """
     steps = [step for step in checkpoint_steps(storage, phase) if step <= last]
     for step in steps[:-keep]:
@@ -121,10 +124,12 @@ def load_newest(storage: Storage, phase: str) -> Checkpoint | None:
         phase: The phase, "pretext", "pretrain" or "discover".
 
     Returns:
-        The checkpoint, or None if the phase has no checkpoints.
+        The checkpoint with the highest step that :func:`load_checkpoint` accepts, or
+        None if the phase has no checkpoints.
 
     Raises:
-        StorageError: The phase has checkpoints, and all of them are damaged.
+        StorageError: The phase has checkpoints, and all of them are damaged, have an
+            unknown format or cannot be read.
     """
     problems: dict[int, str] = {}
     for step in reversed(checkpoint_steps(storage, phase)):
@@ -155,7 +160,8 @@ def load_checkpoint(storage: Storage, phase: str, step: int) -> Checkpoint:
         step: The number of optimizer steps before the checkpoint.
 
     Raises:
-        StorageError: The checkpoint is missing or damaged, or has an unknown format.
+        StorageError: The checkpoint is missing, damaged or that of another step, has
+            another format version, or cannot be read.
     """
     name = checkpoint_name(phase, step)
     try:

@@ -45,8 +45,9 @@ def is_run(storage: Storage) -> bool:
         storage: The directory, which need not exist.
 
     Returns:
-        False if the directory is empty, or only has files that a run writes before its
-        ``config.yaml``.
+        False if the directory is missing or empty, or only has what a run writes before
+        its ``config.yaml``: the lock, ``environment.json``, temporary files of these,
+        and the folder ``former/`` with a replaced run.
 
     Raises:
         ConfigError: The directory holds files that no run has written.
@@ -58,8 +59,9 @@ def is_run(storage: Storage) -> bool:
 def begin_run(config: Config, storage: Storage, fingerprint: str) -> None:
     """Write the first files of a new run, or check that the directory holds this run.
 
-    The files are ``environment.json`` and ``config.yaml``. A warning is logged if the
-    code of the run's encoder has changed since the run began.
+    The files are ``environment.json`` and ``config.yaml``. Nothing is written if the
+    directory holds this run already. A warning is logged if the encoder is the user's
+    own code, and this code has changed since the run began.
 
     Args:
         config: The configuration of the run.
@@ -67,8 +69,10 @@ def begin_run(config: Config, storage: Storage, fingerprint: str) -> None:
         fingerprint: The hash of the data, the attribute ``fingerprint`` of its rows.
 
     Raises:
-        ConfigError: The directory holds a run of other settings, data or format, or its
-            ``environment.json`` is damaged. The message names the settings that differ.
+        ConfigError: The directory holds files that no run has written, or a run of
+            other settings, data or format; or the run's ``environment.json`` is missing
+            or damaged. The message names the settings that differ. Settings that may
+            change when a run resumes are not compared.
     """
     code = code_of(config.model.encoder).get("code")
     if not is_run(storage):
@@ -107,8 +111,8 @@ def check_images(storage: Storage, rows: Rows) -> None:
     """Check that no image was modified since a run, or a sweep, began.
 
     The fingerprint of the data covers the ids and sizes of files. This function
-    compares their modification times. It does nothing if the directory has no valid
-    file of them.
+    compares their modification times with those in ``image_times.npy``. It does nothing
+    if there is no such file, if it is damaged, or if it has another number of rows.
 
     Args:
         storage: The directory of the run.
@@ -136,7 +140,8 @@ def check_images(storage: Storage, rows: Rows) -> None:
 def begin_images(storage: Storage, rows: Rows) -> None:
     """Store the modification times of the images of a run, or a sweep.
 
-    If they are stored already, they are compared with the present ones, see
+    They are written to ``image_times.npy``, in ns since 1970, int64 (N,). If this file
+    exists, it stays, and its times are compared with the present ones, see
     :func:`check_images`.
 
     Args:
@@ -182,8 +187,10 @@ def read_config_tree(storage: Storage) -> dict[str, Any]:
         The settings as the file has them, section by section. No defaults are added.
 
     Raises:
-        ConfigError: The file is missing or damaged, or the method's code cannot be
-            imported or lies in the run directory.
+        ConfigError: The file is missing, empty or damaged; the method's code cannot be
+            imported; or code for the method or the pretext task lies in the run
+            directory.
+        StorageError: The file cannot be read or is too large.
     """
     require_run(storage)
     tree = None
@@ -199,7 +206,7 @@ def read_config_tree(storage: Storage) -> dict[str, Any]:
 
 
 def read_results(storage: Storage) -> dict[str, float] | None:
-    """Return the metrics of a finished run by name, from its ``metrics.json``.
+    """Return the final metrics of a finished run by name, from its ``metrics.json``.
 
     Args:
         storage: The run directory.
@@ -214,8 +221,9 @@ def read_results(storage: Storage) -> dict[str, float] | None:
 def delete_leftovers(storage: Storage) -> None:
     """Delete the files that interrupted commands left in a run directory.
 
-    These are temporary files on local disks, the folder of Ray Train, and the file
-    ``STOP``, which asks a run to stop. A file that cannot be deleted stays.
+    These are temporary files on local disks, the folder ``ray/`` of Ray Train, and the
+    file ``STOP``, which asks a run to stop. Temporary files of the lock and in the
+    folder ``loggers/`` stay, and so does a file that cannot be deleted.
 
     Args:
         storage: The run directory, locked by this command, so that no other process

@@ -1,4 +1,4 @@
-"""The former run of a directory, which ``--overwrite`` keeps until the new run trains.
+"""Keep the former run of a directory until the new run of ``--overwrite`` trains.
 
 A command can be refused after its directory was prepared, for example because too many
 images cannot be read. ``--overwrite`` therefore moves the former run into the folder
@@ -33,8 +33,12 @@ def keep_until_replaced(
 ) -> Iterator[Callable[[], None]]:
     """Set a run aside inside the block, and move it back if the block raises.
 
-    It is moved back only if the new run has no checkpoint yet. Otherwise the new run
-    stays, and the former run is deleted.
+    All files of the directory except its lock are moved to ``former/``, so that the
+    block finds it empty. An interrupted ``--overwrite`` is completed before.
+
+    If the block raises anything, the error is passed on. Before that, the former run is
+    moved back and the files of the new run are deleted, if the new run has no
+    checkpoint yet. Otherwise the new run stays, and the former run is deleted.
 
     Args:
         storage: The directory of the run, as :func:`uno.runs.lock.lock_run` yields it
@@ -47,9 +51,10 @@ def keep_until_replaced(
         to train. The end of the block deletes the former run, too.
 
     Raises:
-        ConfigError: The block has raised it. If it names the list of unreadable images,
-            which the new run has written, the list is kept under another name, and the
-            message names that file instead.
+        ConfigError: The block has raised it. If the former run was moved back and the
+            new run had listed unreadable images, the list is kept as
+            ``refused_bad_samples.jsonl``, and the message names this file instead.
+        StorageError: Files cannot be moved or deleted.
     """
     complete_overwrite(storage)
     try:
@@ -74,8 +79,10 @@ def complete_overwrite(storage: Storage) -> bool:
 
     ``--overwrite`` moves the former run into the folder ``former/`` of its directory.
     The new run is kept if it has a checkpoint, and the former one is deleted then.
-    Otherwise the files of the new run are deleted and the former run is moved back.
-    Nothing happens if the directory has no folder ``former/``.
+    Otherwise the files of the new run are deleted and the former run is moved back. If
+    the former run was only moved in part, the moved files are moved back, and nothing
+    is deleted. If the former run was being deleted, its deletion is completed. Nothing
+    happens if the directory has no folder ``former/``.
 
     Args:
         storage: The directory of the run, as :func:`uno.runs.lock.lock_run` yields it
@@ -83,6 +90,9 @@ def complete_overwrite(storage: Storage) -> bool:
 
     Returns:
         Whether the former run was moved back.
+
+    Raises:
+        StorageError: A file cannot be moved or deleted.
     """
     if not storage.exists(FORMER_FOLDER):
         return False

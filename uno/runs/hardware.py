@@ -25,7 +25,12 @@ def describe_hardware(cuda: bool | None = None) -> str:
 
     Args:
         cuda: True for the GPU, False for the processor, None for the GPU if this
-            machine has one.
+            machine has one. With several GPUs it is PyTorch's current one.
+
+    Returns:
+        Text such as "NVIDIA H100 80GB HBM3", or "AMD EPYC 7763, 16 cores" with the
+        number of cores that this process may use. The type of the machine, such as
+        "x86_64", stands for a processor whose name is not known.
     """
     if torch.cuda.is_available() if cuda is None else cuda:
         return str(torch.cuda.get_device_name())
@@ -59,11 +64,12 @@ def num_threads(config: Config, share: int = 1) -> int:
 
     Args:
         config: The configuration.
-        share: The number of processes among which the cores are divided.
+        share: The number of processes among which the cores are divided. It has no
+            effect on ``compute.threads``.
 
     Raises:
-        ConfigError: ``compute.threads`` is so large that OpenMP would fail, after it
-            took gigabytes for stacks.
+        ConfigError: ``compute.threads`` is more than 64 and more than 4 times the
+            number of cores. OpenMP would fail, after it took gigabytes for stacks.
     """
     cores = available_cpus()
     threads, most = config.compute.threads or max(1, cores // share), max(64, 4 * cores)
@@ -81,8 +87,9 @@ def describe_environment(fingerprint: str) -> dict[str, Any]:
         fingerprint: The hash of the data.
 
     Returns:
-        JSON values by name: the command, the versions of packages and formats, the
-        hardware and the fingerprint.
+        JSON values by name: the command line, the versions of packages and formats, the
+        platform, the processor, the names of all GPUs, and the fingerprint. Packages
+        that are not installed are left out.
     """
     versions = {}
     for name in ("uno-discovery", "torch", "torchvision", "numpy", "ray"):
@@ -106,13 +113,13 @@ def describe_environment(fingerprint: str) -> dict[str, Any]:
 def prepare_compiler() -> None:
     """Prepare ``torch.compile``: check that it has a compiler, and choose its cache.
 
-    The cache folder is named after the vector instructions of this processor, and is
-    set in the environment variable ``TORCHINDUCTOR_CACHE_DIR``. Torch 2.15 finds cached
-    code by the graph alone, and code for another processor's vectors computes NaN
-    without an error.
+    This sets the environment variable ``TORCHINDUCTOR_CACHE_DIR`` to a subfolder of its
+    value, or else of Torch's default, which is named after the vector instructions of
+    this processor. A further call changes nothing. Torch 2.15 finds cached code by the
+    graph alone, and code for another processor's vectors computes NaN without an error.
 
     Raises:
-        ConfigError: There is no C++ compiler.
+        ConfigError: There is no C++ compiler on this machine.
     """
     if not any(
         shutil.which(name) for name in (os.environ.get("CXX"), "g++", "clang++") if name

@@ -58,7 +58,9 @@ class Journal:
         """Drop the lines of this phase that belong to steps after ``step``.
 
         This is done when the phase resumes from the checkpoint of this step, or rolls
-        back to it. All earlier lines are stored before.
+        back to it. All lines so far are stored before. Lines that are not JSON objects,
+        such as an incomplete last one, are dropped, too. The file is rewritten if
+        anything is dropped. Without a storage nothing is dropped.
 
         Args:
             step: The number of optimizer steps before the checkpoint.
@@ -82,6 +84,8 @@ class Journal:
 
     def write(self, metrics: dict[str, Any]) -> None:
         """Append one line of metrics. The thread writes it to storage later.
+
+        Without a storage, the metrics are checked and nothing is written.
 
         Args:
             metrics: JSON values by name, such as the phase, the step and the loss.
@@ -115,6 +119,9 @@ class Journal:
 
     def flush(self) -> None:
         """Wait until all lines are in storage and all enqueued functions were called.
+
+        To an object store the file is uploaded here, if there are new lines. Without a
+        storage there is nothing to wait for.
 
         Raises:
             Exception: The error of a write or function that has failed.
@@ -152,7 +159,7 @@ class Journal:
             self._job_error = error
 
     def _append(self, storage: Storage, line: bytes) -> None:
-        """Append a line to a local file, or keep it in memory for the next upload.
+        """Append a line to the local file, or keep it in memory for the next upload.
 
         Args:
             storage: The run directory. A local one has the file, an object store is
@@ -168,7 +175,8 @@ class Journal:
         """Upload all lines as ``metrics.jsonl``, if there are new ones.
 
         Args:
-            storage: The run directory. Nothing happens if it is local.
+            storage: The run directory. Nothing happens if it is local, because
+                :meth:`_append` has written the lines.
         """
         if self._num_stored < len(self._text):
             storage.write(METRICS_FILE, self._text)
@@ -178,12 +186,16 @@ class Journal:
 def read_journal(storage: Storage, name: str = METRICS_FILE) -> list[dict[str, Any]]:
     """Return all lines of the ``metrics.jsonl`` of a run as dicts, in order.
 
-    A line that a killed process has not completed is left out. If there is no such
-    file, the list is empty.
+    A line that is not a JSON object is left out, such as one that a killed process has
+    not completed. If there is no such file, the list is empty.
 
     Args:
         storage: The run directory.
-        name: The name of the file, or of another file with one JSON object a line.
+        name: The name of the file in the run directory, which may be any file with one
+            JSON object a line.
+
+    Raises:
+        StorageError: The file exists and cannot be read.
     """
     return _parse_entries((storage.find(name) or b"").splitlines())
 

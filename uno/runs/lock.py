@@ -1,4 +1,4 @@
-"""The lock of a run directory, so that one command at a time writes into it.
+"""Lock a run directory, so that only one command at a time writes into it.
 
 The lock is a file with a random token. Its holder renews the file every :data:`RENEW_S`
 seconds, and checks the token before every write. This works on any storage and compares
@@ -94,9 +94,10 @@ class RunLock:
         threading.Thread(target=self._renew, name="uno-lock", daemon=True).start()
 
     def replace_token(self) -> str:
-        """Replace the token of the lock, and return the new one.
+        """Replace the token of the lock by a random one, and return the new token.
 
-        Workers that still have the old token can write no more.
+        The lock file is rewritten. Workers that still have the old token can write no
+        more.
         """
         with self._mutex:
             self.storage.token = uuid.uuid4().hex
@@ -119,7 +120,11 @@ class RunLock:
                 self._unchecked_storage.delete(LOCK_FILE)
 
     def _renew(self) -> None:
-        """Rewrite the lock file again and again until it is released or taken over."""
+        """Rewrite the lock file every :data:`RENEW_S` seconds until the lock ends.
+
+        The lock ends when it is released, or when the lock file is missing or has
+        another token. Errors of storage are ignored, and the next attempt follows.
+        """
         while not self._released.wait(RENEW_S):
             # if the disk is full, the command itself will report it at its next write
             with suppress(StorageError), self._mutex:
@@ -128,7 +133,7 @@ class RunLock:
                 self._write_lock()
 
     def _holds_lock(self) -> bool:
-        """Return whether the lock file has this lock's token."""
+        """Return whether there is a lock file and it has this lock's token."""
         return (_read_lock(self._unchecked_storage) or {}).get(
             "token"
         ) == self.storage.token
@@ -138,7 +143,7 @@ class RunLock:
         self._unchecked_storage.write(LOCK_FILE, self._next_content())
 
     def _next_content(self) -> bytes:
-        """Return the next content of the lock file, as JSON.
+        """Count a renewal, and return the next content of the lock file, as JSON.
 
         It holds the host, the process, the token that identifies this lock, and the
         number of calls of this method, so that every renewal changes the file.
@@ -154,10 +159,11 @@ class RunLock:
 
 @contextmanager
 def lock_run(storage: Storage, on_wait: Callable[[str], None]) -> Iterator[RunLock]:
-    """Hold the lock of a run directory inside the block.
+    """Hold the lock of a run directory inside the block, and release it at the end.
 
     If there is a lock file, it is watched until it changes, for up to :data:`WATCH_S`
-    seconds. A file that does not change is that of a killed command.
+    seconds. If it does not change, its command was killed, and the file is replaced. If
+    it disappears, the lock is free.
 
     Args:
         storage: The run directory.
@@ -169,7 +175,8 @@ def lock_run(storage: Storage, on_wait: Callable[[str], None]) -> Iterator[RunLo
         StorageError if another command has taken over the lock.
 
     Raises:
-        ConfigError: Another command holds the lock.
+        ConfigError: Another command holds the lock, or has just taken it.
+        StorageError: The lock file cannot be read or written.
     """
     before = now = _read_lock(storage)
     if before is not None:
@@ -200,7 +207,7 @@ def _in_use_error(storage: Storage, lock: dict[str, Any]) -> ConfigError:
 
 
 def _read_lock(storage: Storage) -> dict[str, Any] | None:
-    """Return the content of the lock file, {} if damaged, None if missing."""
+    """Return the content of the lock file as a dict, {} if damaged, None if missing."""
     data = storage.find(LOCK_FILE, MAX_STATE_BYTES)
     return None if data is None else parse_mapping(data) or {}
 
@@ -209,6 +216,6 @@ def _describe_holder(lock: dict[str, Any]) -> str:
     """Describe the process that wrote a lock file as "process 123 on HOST".
 
     Args:
-        lock: The content of the lock file.
+        lock: The content of the lock file. A ``?`` stands for what it lacks.
     """
     return f"process {lock.get('pid', '?')} on {lock.get('host', '?')}"

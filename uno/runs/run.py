@@ -76,6 +76,9 @@ def plan_phase(
 ) -> Plan:
     """Return the batch plan of one phase, which fixes the rows of every batch.
 
+    The pretext task uses labeled and unlabeled rows as one kind, pretraining only the
+    labeled ones, and discovery both kinds.
+
     Args:
         config: The configuration of the run.
         name: The phase, "pretext", "pretrain" or "discover".
@@ -84,7 +87,8 @@ def plan_phase(
         num_workers: The number of workers, 0 for this process alone.
 
     Raises:
-        ConfigError: The batch size does not fit the numbers of rows or workers.
+        ConfigError: The batch size does not fit the numbers of rows or workers, or
+            there are too few rows.
     """
     seed, size, workers = config.seed, config.train.batch_size, max(1, num_workers)
     if name == PRETEXT:
@@ -102,8 +106,8 @@ def plans(
     """Return the batch plans of all phases that have epochs, by phase name.
 
     A batch plan fixes the rows of every batch. A phase without epochs reads no batch,
-    so no batch size is wrong for it. The pretext task and pretraining are left out if
-    ``model.weights`` replaces them.
+    so no batch size is wrong for it. The result has no phase that :func:`list_phases`
+    leaves out, such as pretraining if ``model.weights`` replaces it.
 
     Args:
         config: The configuration of the run.
@@ -112,7 +116,8 @@ def plans(
         num_workers: The number of workers, 0 for this process alone.
 
     Raises:
-        ConfigError: The batch size does not fit the numbers of rows or workers.
+        ConfigError: The batch size does not fit the numbers of rows or workers, or
+            there are too few rows.
     """
     names = [*list_phases(config, PRETRAIN), DISCOVER]
     sizes = num_labeled, num_unlabeled, num_workers
@@ -124,7 +129,7 @@ def plans(
 
 
 def pretraining_config(config: Config) -> Config:
-    """Return a configuration with the defaults for all settings of discovery.
+    """Return a copy of a configuration with all settings of discovery at defaults.
 
     Configurations that differ only in settings of discovery lead to the same one, and
     can share one pretrained network.
@@ -140,7 +145,10 @@ def pretraining_config(config: Config) -> Config:
 
 
 def hash_pretraining(config: Config) -> str:
-    """Return a hash of the settings that pretraining depends on, 12 hex digits."""
+    """Return a hash of the settings that pretraining depends on, 12 hex digits.
+
+    Settings of discovery, of logging and of the place of execution do not change it.
+    """
     return config_hash(pretraining_config(config))
 
 
@@ -149,8 +157,11 @@ def run_phase(
 ) -> TrainState:
     """Train one phase of a run from its newest checkpoint to its end.
 
-    If the phase is finished, no step is taken, and its last state is returned. With
-    several workers all of them call this function. The phases are:
+    If the phase is finished, no step is taken, and its last state is returned. A phase
+    without epochs takes no step, and writes one checkpoint of its initial state. Rank 0
+    writes checkpoints, ``metrics.jsonl`` and the list of unreadable images. Metrics are
+    also reported to the worker. With several workers all of them call this function.
+    The phases are:
 
     - "pretext": The encoder learns the self-supervised task ``pretext.task`` on all
       training rows, without labels.
@@ -158,7 +169,8 @@ def run_phase(
       UNO, Fini et al., ICCV 2021). Only large views are used, even if discovery uses
       small ones, too.
     - "discover": All heads are trained (paper Sec. 3), starting from the earlier phase
-      or from ``model.weights``.
+      or from ``model.weights``. Before its first step, the method may initialize
+      prototypes from features of the training rows.
 
     Args:
         config: The configuration of the run.
@@ -171,8 +183,13 @@ def run_phase(
         The state at the end of the phase.
 
     Raises:
-        StorageError: The phase that this one starts from has no checkpoint.
-        Interrupted: The worker was asked to stop. A checkpoint is saved.
+        ConfigError: The batch size, the weights or an option of ``compute`` does not
+            fit, or too many images are unreadable.
+        StorageError: The phase that this one starts from has no valid checkpoint, all
+            checkpoints of this phase are damaged, or one cannot be written.
+        NumericsError: Losses or weights were not finite again after a roll-back.
+        Interrupted: The worker was asked to stop. A checkpoint is saved, unless the
+            state is not finite.
     """
     settings: PhaseConfig = getattr(config, name)
     sizes = len(train.labels), train.num_unlabeled, worker.world_size
@@ -242,7 +259,8 @@ def pretrain(
     """Run the supervised pretraining, after the pretext task if that has epochs.
 
     Both run even if the configuration names weights to start from. A finished phase is
-    not repeated, and an interrupted one resumes.
+    not repeated, and an interrupted one resumes. Checkpoints and metrics are written as
+    :func:`run_phase` says.
 
     Args:
         config: The configuration of the run.
@@ -254,7 +272,8 @@ def pretrain(
         The state at the end of pretraining. Its ``model`` is the network.
 
     Raises:
-        Interrupted: The worker was asked to stop. A checkpoint is saved.
+        UnoError: :func:`run_phase` raises it for the same reasons. It is Interrupted if
+            the worker was asked to stop; a checkpoint is saved then.
     """
     if config.pretext.epochs:
         run_phase(config, PRETEXT, train, worker, storage)
@@ -264,14 +283,18 @@ def pretrain(
 def _make_step(config: Config, phase: str, worker: Worker) -> Step:
     """Return the function that takes one optimizer step of a phase on one batch.
 
+    With ``compute.cuda_graph`` it records the step as a CUDA graph and repeats that,
+    except in the pretext task, which ignores the setting.
+
     Args:
         config: The configuration of the run.
         phase: The phase, "pretext", "pretrain" or "discover".
         worker: The process that trains.
 
     Raises:
-        ConfigError: ``compute.cuda_graph`` is set, and the step cannot be recorded as a
-            CUDA graph.
+        ConfigError: ``compute.cuda_graph`` is set, and the step cannot be recorded: the
+            device is no GPU, there are several workers, or the method does not allow
+            it.
     """
     if phase == PRETEXT:
         return partial(take_step, load_pretext(config.pretext.task).loss)
@@ -290,6 +313,12 @@ def _build_initial_network(
 ) -> tuple[UnoModel, bool]:
     """Build the network with which a phase starts, and load its first weights.
 
+    - The pretext task starts from random weights.
+    - Pretraining starts from the weights of :func:`load_weights_` if ``model.finetune``
+      is "none", else from the pretext task if that has epochs, else from random
+      weights. Its network has no novel heads.
+    - Discovery starts from the weights of :func:`load_weights_`.
+
     Args:
         config: The configuration of the run.
         phase: The phase, "pretext", "pretrain" or "discover".
@@ -297,8 +326,12 @@ def _build_initial_network(
         storage: The run directory, with the checkpoints of earlier phases.
 
     Returns:
-        The network at step 0, and whether the prototypes of its known classes come from
-        an earlier pretraining.
+        The network at step 0 on the CPU; and whether the prototypes of its known
+        classes come from an earlier pretraining, which only discovery can have.
+
+    Raises:
+        ConfigError: The weights do not fit.
+        StorageError: Weights or the checkpoint of an earlier phase cannot be read.
     """
     if phase == PRETEXT:
         num_outputs = load_pretext(config.pretext.task).num_outputs
@@ -321,16 +354,20 @@ def _build_initial_network(
 def _load_teacher(config: Config, train: TrainData, storage: Storage) -> UnoModel:
     """Load the network of supervised pretraining as a frozen teacher.
 
+    It comes from this run's pretraining if there is one, else from ``model.weights``.
+
     Args:
         config: The configuration of the run.
         train: The training rows, which have the number of known classes.
         storage: The run directory.
 
     Returns:
-        The encoder and the known head, in eval mode and without gradients.
+        A network of the encoder and the known head on the CPU, in eval mode, without
+        gradients, and with normalized prototypes.
 
     Raises:
-        ConfigError: There was no pretraining on the same known classes.
+        ConfigError: There was no pretraining on the same number of known classes.
+        StorageError: The pretraining has no valid checkpoint.
     """
     model = build_network(config, train.num_known, 0, config.seed)
     if PRETRAIN in list_phases(config):
@@ -351,11 +388,12 @@ def frozen_encoder(config: Config, storage: Storage) -> nn.Module:
 
     Args:
         config: The configuration of the run.
-        storage: The run directory. If ``model.weights`` is "pretrained", it holds the
-            weights.
+        storage: The run directory. If ``model.weights`` is "pretrained" or None, it
+            holds the weights, see :func:`load_weights_`.
 
     Returns:
-        The encoder in eval mode, which is the same before and after training.
+        The encoder on the CPU, in eval mode and in the memory format channels_last. Its
+        weights are the same before and after training.
 
     Raises:
         ConfigError: The weights do not fit.
@@ -369,22 +407,26 @@ def frozen_encoder(config: Config, storage: Storage) -> nn.Module:
 def load_weights_(model: UnoModel, config: Config, storage: Storage) -> bool:
     """Load into a new network the weights with which a phase starts.
 
-    The source is the setting ``config.model.weights`` if it is given: a file of encoder
-    weights, or another run, whose pretraining is loaded. Otherwise it is the phase of
+    The source is the setting ``config.model.weights`` if it is given: "pretrained" for
+    the weights that the run directory holds, a file of encoder weights, or the
+    directory of another run, whose pretraining is loaded. Otherwise it is the phase of
     this run before discovery. If the run has no such phase, the network is not changed.
 
     Args:
-        model: The network. Its encoder, and if possible its known head, are changed.
+        model: The network. Its encoder is changed, and its known head if the source has
+            prototypes of the same shape.
         config: The configuration of the run.
         storage: The run directory.
 
     Returns:
-        Whether trained known prototypes were loaded. A file of weights has none, and
-        those of another number of classes are not loaded.
+        Whether trained known prototypes were loaded. A file of weights and a pretext
+        task have none, and prototypes of another shape are not loaded.
 
     Raises:
-        ConfigError: This run's pretraining had another number of known classes.
-        StorageError: The source has no valid checkpoint.
+        ConfigError: The weights do not fit the encoder; or this run's pretraining had
+            prototypes of another shape, and the network has no adapter, which would
+            explain it.
+        StorageError: The source cannot be read, or has no valid checkpoint.
     """
     source = config.model.weights
     if source is not None and (source == PRETRAINED or is_file(source)):
@@ -412,10 +454,11 @@ def _load_phase_(model: UnoModel, storage: Storage, phase: str) -> bool:
         phase: "pretext" or "pretrain".
 
     Returns:
-        Whether known prototypes were loaded. Only pretraining has them, and their
-        number must be that of the network.
+        Whether known prototypes were loaded. Only pretraining has them, and their shape
+        (classes and width) must be that of the network.
 
     Raises:
+        ConfigError: The weights do not fit the encoder.
         StorageError: The phase has no valid checkpoint.
     """
     checkpoint = load_newest(storage, phase)
@@ -451,8 +494,8 @@ def load_trained(
             valid checkpoint.
 
     Returns:
-        The model on the CPU, and the index of its best head, which has the lowest
-        training loss.
+        The model on the CPU with normalized prototypes, and the index of its best head,
+        which has the lowest training loss.
 
     Raises:
         StorageError: There is no such valid checkpoint.
