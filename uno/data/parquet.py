@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import posixpath
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,6 @@ from uno.data import files as filesystem
 from uno.data.columns import ROWS_AT_ONCE
 from uno.data.images import Image, Images, InMemory, MissingImage
 from uno.data.other_formats import hint_of_files
-from uno.data.rows import SPLITS
 from uno.errors import ConfigError, one_line
 from uno.limits import MAX_TABLE_BYTES
 from uno.text import plural
@@ -524,23 +522,6 @@ def _without_bytes(path: str | None) -> str:
         f"no image data: it has no bytes, {has}; embed the bytes of the image, or"
         " delete the row"
     )
-
-
-def split_of(name: str) -> str:
-    """Return the split of the rows of a file by its name, "train" or "test".
-
-    Args:
-        name: Relative path, such as train-0-of-4.parquet or test/0000.parquet.
-
-    Returns:
-        What the first word of the file's name says, or else the name of its folder;
-        "train" if neither is a split.
-    """
-    words = [
-        posixpath.basename(name).removesuffix(".parquet").split("-")[0],
-        *name.split("/")[-2:-1],
-    ]
-    return next((SPLITS[word] for word in words if word in SPLITS), "train")
 
 
 def json_at(text: str | bytes, *names: str) -> Any:

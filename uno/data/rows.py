@@ -7,6 +7,7 @@ Images stay encoded, and are read when they are needed.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from copy import copy
@@ -39,6 +40,22 @@ SPLITS = {
     "validation": "test",
 }
 """What sources call a split -> "train" or "test"."""
+
+
+def split_of(name: str) -> str:
+    """Return the split of the rows of a shard by its name, "train" or "test".
+
+    It follows from the first word in the name of the file that names a split, else from
+    the name of its folder; "train" if neither says anything. Words are separated by
+    ``-``, ``_`` or ``.``, in any case of letters; val, valid and validation are "test".
+
+    Args:
+        name: The path of the shard below the source, such as train-0-of-4.parquet or
+            test/0000.tar.
+    """
+    folder, _, file = f"/{name}".rpartition("/")
+    words = [*re.split(r"[-_.]", file.lower()), folder.rpartition("/")[2].lower()]
+    return next((SPLITS[word] for word in words if word in SPLITS), "train")
 
 
 @dataclass(frozen=True)

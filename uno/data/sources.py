@@ -57,7 +57,7 @@ UNREAD = {
         ".arw",
         ".raf",
     ),
-    *(".jpe", ".ppm", ".pgm", ".tga", ".dcm"),
+    *(".jpe", ".ppm", ".pgm", ".tga"),
 }
 """Suffixes of image formats that are not read. A warning counts such files."""
 
@@ -169,7 +169,7 @@ def read_rows(config: DataConfig, images_only: bool = False) -> Rows:
         rows = read_two_folders(config.labeled, unlabeled, options.follow_links)
     else:
         kind, path = locate_source(config)
-        rows = SOURCES[kind].read(path, options) if path else read_digits()
+        rows = read_digits() if kind == "digits" else SOURCES[kind].read(path, options)
     if config.labels is not None and not images_only:
         rows = with_label_file(rows, filesystem.normalize_path(config.labels))
     return rows.with_composed_names()
@@ -188,9 +188,10 @@ def locate_source(config: DataConfig) -> tuple[str, str]:
         :func:`recognize` decides.
 
     Raises:
-        ConfigError: The prefix is unknown. Or there is nothing at the path; this is
-            allowed for CIFAR if ``download`` is set, and for a pattern after ``tar:``.
-            Or there is no prefix, and :func:`recognize` refuses the path.
+        ConfigError: The prefix is unknown, or has no path. Or there is nothing at the
+            path; this is allowed for CIFAR if ``download`` is set, and for a pattern
+            after ``tar:``. Or there is no prefix, and :func:`recognize` refuses the
+            path.
     """
     source = config.source.strip()
     if source == "digits":
@@ -203,6 +204,8 @@ def locate_source(config: DataConfig) -> tuple[str, str]:
         )
         raise ConfigError(f"unknown data source {prefix + ':'!r}{hint}")
     path = filesystem.normalize_path(path)
+    if prefix and not path:
+        raise ConfigError(f"data source {source!r}: no path; write it after the colon")
     kind = SOURCES.get(prefix)
     may_be_missing = kind is not None and (
         (kind.is_downloaded and config.download)
@@ -290,7 +293,7 @@ def recognize(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> str:
     for found in filesystem.walk(path, options.follow_links):
         if found.relative.endswith(".parquet"):
             return "parquet"
-        holds_shards = holds_shards or found.relative.endswith(".tar")
+        holds_shards = holds_shards or found.relative.lower().endswith(".tar")
         holds_images = holds_images or is_image(found.relative)
     return "tar" if holds_shards and not holds_images else "folder"
 

@@ -39,10 +39,9 @@ from uno.data.parquet import (
     json_at,
     parquet_files,
     plain_type,
-    split_of,
     values_in,
 )
-from uno.data.rows import DEFAULT_OPTIONS, SPLITS, ReadOptions, Rows
+from uno.data.rows import DEFAULT_OPTIONS, SPLITS, ReadOptions, Rows, split_of
 from uno.data.text_tables import TextTable, read_text_table
 from uno.errors import ConfigError, one_line
 from uno.limits import MAX_ROWS

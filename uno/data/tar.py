@@ -27,7 +27,7 @@ from uno.data.columns import joined
 from uno.data.files import FileEntry, is_uri, valid_text
 from uno.data.images import Image, Images
 from uno.data.labels import encode_labels
-from uno.data.rows import DEFAULT_OPTIONS, SPLITS, ReadOptions, Rows
+from uno.data.rows import DEFAULT_OPTIONS, ReadOptions, Rows, split_of
 from uno.data.tar_index import ShardContent, index_shards, shown
 from uno.errors import ConfigError
 from uno.limits import MAX_IMAGE_BYTES
@@ -220,7 +220,7 @@ def read_tar(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
             images.field("size").to_numpy(),
         ),
         labels,
-        np.array([_split_of(s.relative) == "train" for s in shards])[shard_of_image],
+        np.array([split_of(s.relative) == "train" for s in shards])[shard_of_image],
         source,
         notes=tuple(notes),
         warnings=tuple(warnings),
@@ -330,21 +330,6 @@ def _read_images(path: str, start: np.ndarray, end: np.ndarray) -> list[bytes]:
             data = file.read_at(int(piece[:, 1].max()) - first, first)
             images += [data[a - first : b - first] for a, b in piece.tolist()]
     return images
-
-
-def _split_of(name: str) -> str:
-    """Return the split of a shard, "train" or "test".
-
-    It follows from the first word in the name of the file that names a split, else from
-    the name of its folder; "train" if neither says anything. Words are separated by
-    ``-``, ``_`` or ``.``, in any case of letters; val, valid and validation are "test".
-
-    Args:
-        name: The path of the shard below the source.
-    """
-    folder, _, file = f"/{name}".rpartition("/")
-    words = [*re.split(r"[-_.]", file.lower()), folder.rpartition("/")[2].lower()]
-    return next((SPLITS[word] for word in words if word in SPLITS), "train")
 
 
 def find_shards(path: str, follow_links: bool) -> list[FileEntry]:

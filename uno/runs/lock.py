@@ -191,8 +191,11 @@ def lock_run(storage: Storage, on_wait: Callable[[str], None]) -> Iterator[RunLo
     lock = RunLock(storage.uri, free=now is None)
     try:
         yield lock
-    finally:
-        lock.release()
+    except BaseException:
+        with suppress(StorageError):  # the first error says more
+            lock.release()
+        raise
+    lock.release()
 
 
 def _in_use_error(storage: Storage, lock: dict[str, Any]) -> ConfigError:

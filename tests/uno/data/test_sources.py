@@ -245,6 +245,9 @@ def test_a_bare_path_is_recognized_by_content_not_by_name(tmp_path):
     for name in ("cifar10", "cifar100"):
         write_cifar(tmp_path / "z", name, cifar_files(name, rows=1))
     assert "cifar10:" in failure(read, tmp_path / "z")
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards" / "A.TAR").write_bytes(b"")
+    assert recognize(str(tmp_path / "shards")) == "tar"
     (tmp_path / "data.txt").write_text("x")
     assert "must end in .parquet, .csv, .tsv, .jsonl or .tar" in failure(
         read, tmp_path / "data.txt"
@@ -268,6 +271,8 @@ def test_unknown_prefix_suggests_the_nearest(tmp_path):
         "folder:/\ud800",
     ):
         failure(read, source)
+    # the digits have no path, either
+    assert "no path" in failure(read_rows, DataConfig(source="cifar10:", download=True))
 
 
 def test_class_subfolders(tmp_path):

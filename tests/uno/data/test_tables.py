@@ -137,6 +137,7 @@ def test_files_and_folders_name_the_split(tmp_path):
         "test/0.parquet": "test",
         "part.parquet": "train",
         "training-0.parquet": "train",
+        "camera-Test-0.parquet": "test",
     }
     for name in splits:
         (tmp_path / name).parent.mkdir(exist_ok=True)
