@@ -104,8 +104,42 @@ def run_guarded(command: Command, argv: Sequence[str]) -> int:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the shell: `uno ... >&-`
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+    # Requests ignores this, too, but where threads import other packages its filter may
+    # be gone by then.
+    warnings.filterwarnings("ignore", "SOCKS support in urllib3")
     with _escaped_output():
-        return _run_guarded(command, argv)
+        try:
+            try:
+                code = command(argv)
+            except SystemExit as end:  # after --help
+                code = (
+                    end.code if isinstance(end.code, int) else int(end.code is not None)
+                )
+            sys.stdout.flush()
+            return code
+        except Interrupted as error:
+            hint = "" if "resume" in str(error) else "; resume with the same command"
+            return _print_message(f"{error}{hint}", error.exit_code)
+        except UnoError as error:
+            return _print_message(f"error: {error}", error.exit_code)
+        except KeyboardInterrupt:
+            return _print_message(
+                "interrupted; the same command resumes from the last checkpoint, if"
+                " there is one",
+                130,
+            )
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.EIO):
+                from uno.session.console import output_closed
+
+                if output_closed():
+                    return 141  # the code after SIGPIPE: `uno ... | head`
+            meant = as_user_error(error)
+            return (
+                _report_defect(error)
+                if meant is None
+                else _print_message(f"error: {meant}", meant.exit_code)
+            )
 
 
 @contextmanager
@@ -127,57 +161,6 @@ def _escaped_output() -> Iterator[None]:
         for stream, errors in changed:
             with suppress(ValueError, OSError):  # it was closed, or has no reader
                 stream.reconfigure(errors=errors)
-
-
-def _run_guarded(command: Command, argv: Sequence[str]) -> int:
-    """Run a command and return its exit code, also if it raises an error.
-
-    An error or Ctrl-C is printed as one line on stderr, with the advice to resume after
-    Interrupted. The traceback of an unexpected error is written to a temporary file.
-
-    Args:
-        command: Takes the arguments and returns an exit code.
-        argv: The arguments.
-
-    Returns:
-        The exit code of the command, or the code with which it calls ``sys.exit``.
-        After a UnoError, or an error that stands for one (a missing package, a full
-        disk), its ``exit_code``; 130 after Ctrl-C; 141, without a line, if the reader
-        of the output is gone; and 1 after any other error.
-    """
-    # Requests ignores this, too, but where threads import other packages its filter may
-    # be gone by then.
-    warnings.filterwarnings("ignore", "SOCKS support in urllib3")
-    try:
-        try:
-            code = command(argv)
-        except SystemExit as end:  # after --help
-            code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        sys.stdout.flush()
-        return code
-    except Interrupted as error:
-        hint = "" if "resume" in str(error) else "; resume with the same command"
-        return _print_message(f"{error}{hint}", error.exit_code)
-    except UnoError as error:
-        return _print_message(f"error: {error}", error.exit_code)
-    except KeyboardInterrupt:
-        return _print_message(
-            "interrupted; the same command resumes from the last checkpoint, if there"
-            " is one",
-            130,
-        )
-    except Exception as error:
-        if isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.EIO):
-            from uno.session.console import output_closed
-
-            if output_closed():
-                return 141  # the code after SIGPIPE: `uno ... | head`
-        meant = as_user_error(error)
-        return (
-            _report_defect(error)
-            if meant is None
-            else _print_message(f"error: {meant}", meant.exit_code)
-        )
 
 
 def _dispatch(argv: Sequence[str]) -> int:
