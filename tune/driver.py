@@ -76,21 +76,6 @@ STOPPING = "stopping; run the same command again to resume the unfinished trials
 HERE = {"compute.device": "auto"}
 
 
-def main(options: Options) -> int:
-    """Run or continue a sweep, and return the exit code 0.
-
-    With ``--report`` only the report of a sweep is written and printed, with the
-    results so far. A problem raises an error, see :func:`run_sweep`.
-
-    Args:
-        options: The parsed command line of ``uno tune``.
-    """
-    if options.args.report:
-        return report_on(str(options.config.output))
-    sweep = sweep_options(options)
-    return run_sweep(sweep)
-
-
 def sweep_options(options: Options) -> SweepOptions:
     """Return the options of a sweep from a command line of ``uno tune``.
 
@@ -135,8 +120,8 @@ def sweep_options(options: Options) -> SweepOptions:
     )
 
 
-def run_sweep(options: SweepOptions) -> int:
-    """Run the missing trials of a sweep, write its results, and return the exit code 0.
+def run_sweep(options: SweepOptions) -> None:
+    """Run the missing trials of a sweep, and write its results.
 
     A trial is missing if it has no result yet; a failed one has a result. The directory
     is locked. Its files are ``sweep.yaml``, one folder for each trial, ``sweep.jsonl``,
@@ -212,7 +197,6 @@ def run_sweep(options: SweepOptions) -> int:
             f"every trial failed, so there is no best.yaml; first reason: {first}"
         )
     print_line(f"\n{report.format_table(summary)}\n\nresults in {storage.uri}")
-    return 0
 
 
 def plan_folds(
@@ -254,12 +238,11 @@ def unread_data(task: Task) -> SweepData:
     return sweep_data(task, Unread(rows.images, rows.ids), np.ones(len(rows), bool))
 
 
-def report_on(output: str) -> int:
-    """Write the report of a sweep with the results so far, and return the exit code 0.
+def report_on(output: str) -> None:
+    """Write the report of a sweep with the results so far, and print it.
 
     Args:
-        output: The directory of the sweep, which is locked meanwhile. The report is
-            also printed.
+        output: The directory of the sweep, which is locked meanwhile.
 
     Raises:
         ConfigError: The directory holds no sweep, or another command holds it.
@@ -269,7 +252,6 @@ def report_on(output: str) -> int:
     with lock.lock_run(storage, on_wait=print_line) as claim:
         summary = report.write(claim.storage)
     print_line(f"{report.format_table(summary)}\n\nresults in {storage.uri}")
-    return 0
 
 
 def _tell_loggers(config: Config, claim: RunLock, summary: report.Summary) -> None:

@@ -57,8 +57,8 @@ cluster decides. The same command again continues a sweep that was stopped or ki
 )
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run or continue the sweep of a command line, and return the exit code 0.
+def main(argv: Sequence[str]) -> None:
+    """Run or continue the sweep of a command line.
 
     With ``--report`` only the report of a sweep is written and printed, with the
     results so far. A problem raises an error.
@@ -69,4 +69,7 @@ def main(argv: Sequence[str]) -> int:
     options = parse(argv, TUNE)
     from tune import driver
 
-    return driver.main(options)
+    if options.args.report:
+        driver.report_on(str(options.config.output))
+    else:
+        driver.run_sweep(driver.sweep_options(options))
