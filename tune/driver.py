@@ -68,7 +68,12 @@ from uno.session.data import (
 from uno.session.derive import derive_settings, derives_batch, keep_derived
 from uno.session.loggers import Loggers, require_loggers
 from uno.session.prepare import check_data, starting_weights, with_full_path
-from uno.session.resources import check_memory, choose_for_sweep
+from uno.session.resources import (
+    FreeMemory,
+    check_memory,
+    choose_loading,
+    free_memory,
+)
 from uno.text import plural
 
 STOPPING = "stopping; run the same command again to resume the unfinished trials"
@@ -495,28 +500,25 @@ def open_sweep_data(options: SweepOptions) -> tuple[SweepOptions, Task]:
     Raises:
         ConfigError: A setting or the data is refused, or memory is too small.
     """
-    storage, config, given = (
-        Storage(str(options.config.output)),
-        options.config,
-        options.overrides,
-    )
-    began = (
-        records.read_settings(storage).get("config")
-        if storage.exists(SETTINGS)
-        else None
-    )
-    if began is not None:
-        config = keep_derived(
-            config, given, flatten(began) if isinstance(began, dict) else {}
-        )
+    storage = Storage(str(options.config.output))
+    config, given, began = options.config, options.overrides, None
+    if storage.exists(SETTINGS):
+        began = records.read_settings(storage).get("config")
+        stored = flatten(began) if isinstance(began, dict) else {}
+        config = keep_derived(config, given, stored)
     task = read_task(override(config, {"data.loading": "streaming"}).data)
     if began is None:
         values, lines = derive_settings(config, given, task)
         config, given = override(config, values), values | given
         for line in (*lines, *(f"warning: {line}" for line in task.rows.warnings)):
             print_line(line)
+    memory = free_memory(config)
     num_folds = options.folds if options.score == FOLDS else 1
-    loading, why = choose_for_sweep(config, len(task.rows), num_folds)
+    # This process and Ray's object store hold one copy of the images each, and a GPU
+    # holds one copy for each fold.
+    device = None if memory.device is None else memory.device // num_folds
+    share = FreeMemory(memory.host // 2, device)
+    loading, why = choose_loading(config, len(task.rows), share)
     if began is None:
         print_line(f"memory: {why}")
     config = override(config, {"data.loading": loading})
