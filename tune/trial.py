@@ -151,13 +151,14 @@ def run_trial(
     }
     for fold in folds:
         fold = fold._replace(train=fold.train.to(worker.device))
-        sizes = len(fold.train.labels), fold.train.num_unlabeled
-        steps = run.plans(config, *sizes, 1)[DISCOVER].steps_per_epoch
+        steps = run.plans(config, *fold.rows.sizes, 1)[DISCOVER].steps_per_epoch
         weights = config.model.weights or pretrained_directory(
             config, fold, worker, storage, folder
         )
         own = override(config, {"model.weights": weights, **rarely})
-        runs.append((own, fold, PartStorage(storage, f"{folder}/{fold.name}"), steps))
+        runs.append(
+            (own, fold, PartStorage(storage, f"{folder}/{fold.rows.name}"), steps)
+        )
     seconds()  # a pretraining has its own account
     for epoch in range(trial.last_epoch + 1, num_epochs + 1):
         parts = []
@@ -222,7 +223,7 @@ def _clock(worker: Worker) -> Callable[[], dict[str, float]]:
     return seconds
 
 
-def pretrain_key(config: Config, fold: Fold | FoldRows) -> str:
+def pretrain_key(config: Config, fold: FoldRows) -> str:
     """Return a name that identifies the pretraining of a configuration on a fold.
 
     Trials that have the same name here can share the pretraining: their settings of
@@ -269,7 +270,7 @@ def pretrained_directory(
     Returns:
         The path or URI of the directory.
     """
-    key = pretrain_key(config, fold)
+    key = pretrain_key(config, fold.rows)
     shared = PartStorage(storage, shared_name(key))
     if shared.exists(DONE):
         return shared.uri
@@ -295,7 +296,7 @@ def pretrain(config: Config, fold: Fold, worker: Worker, folder: Storage) -> str
     seconds = _clock(worker)
     folder.write("config.yaml", dump_yaml(config).encode())
     run.pretrain(config, fold.train, worker, folder)
-    folder.write(DONE, json.dumps({"hidden": fold.hidden, **seconds()}).encode())
+    folder.write(DONE, json.dumps({"hidden": fold.rows.hidden, **seconds()}).encode())
     return folder.uri
 
 

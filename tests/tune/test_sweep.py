@@ -108,7 +108,9 @@ def test_pretrainings_are_shared_and_failures_never_win(ray_cluster, tmp_path):
 
     folds = folds_of(tiny_data(options.config), options.config)
     configs = [override(options.config, t) for t in trials]
-    expected = {pretrain_key(config, fold) for config in configs[:4] for fold in folds}
+    expected = {
+        pretrain_key(config, fold.rows) for config in configs[:4] for fold in folds
+    }
     # temperatures .1, .2 and 1e-40, 2 folds; trial 4 raised before it pretrained
     assert len(expected) == 6
     assert pretrainings(storage).keys() == expected

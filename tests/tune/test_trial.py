@@ -146,7 +146,7 @@ def test_pretraining_does_not_depend_on_the_keys_its_hash_leaves_out(
         )
         run.run_phase(config, run.PRETRAIN, fold.train, LocalWorker(CPU), storage)
         found.append(newest(storage, run.PRETRAIN))
-        keys.add(pretrain_key(config, fold))
+        keys.add(pretrain_key(config, fold.rows))
     assert_same(*found[:2])
     assert_same(*found[1:])
     assert len(keys) == 1
@@ -167,9 +167,9 @@ def test_pretraining_is_trained_once_for_each_fold_and_everything_else(
         options.config,
         *(override(options.config, {key: value}) for key, value in others.items()),
     ]
-    assert len({pretrain_key(config, fold) for config in changed}) == 7
+    assert len({pretrain_key(config, fold.rows) for config in changed}) == 7
     folds = folds_of(tiny_data(options.config), options.config)
-    assert len({pretrain_key(options.config, p) for p in folds}) == 2
+    assert len({pretrain_key(options.config, p.rows) for p in folds}) == 2
 
 
 def test_trials_share_the_pretrainings_that_their_values_leave_alone(
