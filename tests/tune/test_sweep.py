@@ -19,7 +19,7 @@ from tests.pipelines.raylets import Command, head
 from tests.tune.tiny import TINY, fake_sweep, folds_of, tiny_data, tiny_options
 from tune import records
 from tune.driver import run_sweep
-from tune.trial import pretrain_key
+from tune.trial import pretrain_path
 from uno.config import override
 from uno.data.files import Storage
 from uno.data.output import read_mapping
@@ -72,9 +72,11 @@ def results(storage: Storage) -> list[dict]:
 
 
 def pretrainings(storage: Storage) -> dict[str, bytes]:
-    names = [f"pretrain/{key}/done.json" for key in storage.list("pretrain")]
+    paths = [f"pretrain/{name}" for name in storage.list("pretrain")]
     return {
-        name.split("/")[1]: storage.read(name) for name in names if storage.exists(name)
+        path: storage.read(f"{path}/done.json")
+        for path in paths
+        if storage.exists(f"{path}/done.json")
     }
 
 
@@ -109,7 +111,7 @@ def test_pretrainings_are_shared_and_failures_never_win(ray_cluster, tmp_path):
     folds = folds_of(tiny_data(options.config), options.config)
     configs = [override(options.config, t) for t in trials]
     expected = {
-        pretrain_key(config, fold.rows) for config in configs[:4] for fold in folds
+        pretrain_path(config, fold.rows) for config in configs[:4] for fold in folds
     }
     # temperatures .1, .2 and 1e-40, 2 folds; trial 4 raised before it pretrained
     assert len(expected) == 6
