@@ -26,7 +26,7 @@ from pipelines.ray_data import (
 )
 from pipelines.workarounds import NODE
 from uno.config import Config
-from uno.data.files import Storage
+from uno.data.files import Storage, is_uri
 from uno.data.images import Images, InMemory, from_columns, to_columns
 from uno.encoders.runtimes import Precision, Runtime, runtime_precision
 from uno.results.infer import build_classifier
@@ -44,26 +44,20 @@ FACT_BYTES = 4096  # bytes of a row besides its pixels: id, path, reason
 
 MAX_WRITERS = 16  # a node can start so many processes at once
 
-Write = Callable[[Storage, int, pa.Table], None]
-"""Stores the results of a partition.
-
-Its arguments are the directory, the number of the partition, and the results.
-"""
-
 
 class WriterPool(NamedTuple):
     """How a pool of Ray actors writes results: a file for each partition of rows.
 
     Attributes:
-        storage: The directory of the results.
+        output: The directory of the results, a path or URI.
         write: Writes the results of a partition, as ``write(storage, number,
             results)``: the directory, the number of the partition, and its table.
         part_rows: The number of rows of a partition, a multiple of the rows of a chunk.
             The last partition may have fewer.
     """
 
-    storage: Storage
-    write: Write
+    output: str
+    write: Callable[[Storage, int, pa.Table], None]
     part_rows: int
 
 
@@ -142,16 +136,17 @@ def map_through_model(
             batch_size=chunk_rows,  # Ray requires a number for actors with GPUs.
         )
         if writers is not None:
-            storage, write, part_rows = writers
             results = results.map_batches(
                 Writer,
-                fn_constructor_args=(storage.uri, write, part_rows),
+                fn_constructor_args=(writers,),
                 batch_format="pyarrow",
                 # Ray collects the rows of a partition before it chooses an actor.
-                batch_size=part_rows,
+                batch_size=writers.part_rows,
                 compute=ray.data.ActorPoolStrategy(size=min(workers, MAX_WRITERS)),
                 num_cpus=0,
-                label_selector={NODE: own_node(ray)} if storage.is_local else None,
+                label_selector=(
+                    None if is_uri(writers.output) else {NODE: own_node(ray)}
+                ),
             )
         # Ray may have joined the results of several chunks.
         yield from in_order(results, chunk_rows if writers is None else None)
@@ -209,14 +204,12 @@ class Writer:
     there are CPUs, so each task would start a process.
 
     Args:
-        target: The directory of the results.
-        write: Writes the results of a partition, as ``write(storage, number,
-            results)``: the directory, the number of the partition, and its table.
-        size: The number of rows of a partition. The last one may have fewer.
+        pool: The directory of the results, how they are written, and the number of rows
+            of a partition.
     """
 
-    def __init__(self, target: str, write: Write, size: int) -> None:
-        self._storage, self._write, self._size = Storage(target), write, size
+    def __init__(self, pool: WriterPool) -> None:
+        self._pool, self._storage = pool, Storage(pool.output)
 
     def __call__(self, results: pa.Table) -> pa.Table:
         """Write all results of one partition.
@@ -228,12 +221,11 @@ class Writer:
         Returns:
             A table of one row, the ``number`` of the partition.
         """
-        rows = results["row"].to_numpy()
-        number = int(rows[0]) // self._size
-        assert np.array_equal(
-            rows, np.arange(number * self._size, number * self._size + len(rows))
-        )
-        self._write(self._storage, number, results)
+        rows, part_rows = results["row"].to_numpy(), self._pool.part_rows
+        number = int(rows[0]) // part_rows
+        start = number * part_rows
+        assert np.array_equal(rows, np.arange(start, start + len(rows)))
+        self._pool.write(self._storage, number, results)
         return pa.table({"number": [number]})
 
 
@@ -275,7 +267,7 @@ def predict_on_ray(
     vectors = config.model.takes_vectors
     precision = None if vectors else runtime_precision(config, torch.device("cpu"))
     loaded = ray.put(dict(files)), writer.embedding, precision
-    pool = WriterPool(writer.storage, writer.part_writer.write, writer.part_rows)
+    pool = WriterPool(writer.storage.uri, writer.part_writer.write, writer.part_rows)
     for table in map_through_model(
         ray,
         config,
