@@ -87,9 +87,9 @@ def map_through_model(
             ``writers``, each table is one partition.
         decode: Is called with such a table in a task, and returns or yields tables of
             decoded images.
-        model: Builds the model of an actor by ``model(device, threads, *loaded)``. The
-            model is called with one chunk of decoded images at a time, and returns a
-            table of results.
+        model: The class of the actors, built by ``model(config, resources, *loaded)``
+            with the resources of an actor (``CPU``, ``GPU``). An actor is called with
+            one chunk of decoded images at a time, and returns a table of results.
         loaded: Further arguments for ``model``.
         chunk_rows: The number of rows of a chunk. The last one may have fewer.
         row_bytes: The bytes of the pixels of an image.
@@ -127,8 +127,8 @@ def map_through_model(
         results = dataset.map_batches(
             decode, num_cpus=decode_cpus, **whole
         ).map_batches(
-            ModelActor,
-            fn_constructor_args=(model, config, resources, loaded),
+            model,
+            fn_constructor_args=(config, resources, *loaded),
             compute=ray.data.ActorPoolStrategy(size=workers),
             num_cpus=resources["CPU"],
             num_gpus=resources.get("GPU", 0),
@@ -150,32 +150,6 @@ def map_through_model(
             )
         # Ray may have joined the results of several chunks.
         yield from in_order(results, chunk_rows if writers is None else None)
-
-
-class ModelActor:
-    """A Ray actor that builds a model on its own node and calls it with chunks of rows.
-
-    Args:
-        build: Builds the model by ``build(device, threads, *loaded)``. The model maps a
-            table of decoded images to a table of results.
-        config: The configuration of the run.
-        resources: The resources of the actor (``CPU``, ``GPU``).
-        loaded: Further arguments for ``build``.
-    """
-
-    def __init__(
-        self,
-        build: Callable[..., Callable[[pa.Table], pa.Table]],
-        config: Config,
-        resources: dict[str, float],
-        loaded: tuple[Any, ...],
-    ) -> None:
-        device = "cuda" if "GPU" in resources else "cpu"
-        self._model = build(device, threads_of_actor(config, resources), *loaded)
-
-    def __call__(self, chunk: pa.Table) -> pa.Table:
-        """Return the model's table of results for a table of one chunk of images."""
-        return self._model(chunk)
 
 
 def threads_of_actor(config: Config, resources: dict[str, float]) -> int:
@@ -343,11 +317,11 @@ def decode_part(block: pa.Table, reader: Any, how: InputSpec) -> Iterator[pa.Tab
 
 
 class Scorer:
-    """The model of a Ray actor that classifies images.
+    """A Ray actor that loads a model on its own node, and classifies images.
 
     Args:
-        device: The device of the model.
-        threads: The number of threads of torch.
+        config: The configuration of the run.
+        resources: The resources of the actor (``CPU``, ``GPU``).
         files: The reference to the files of the model, their content by name.
         embedding: Whether to return the features of the encoder, too.
         precision: The precision in which OpenVINO computes the encoder on a CPU; None
@@ -356,15 +330,17 @@ class Scorer:
 
     def __init__(
         self,
-        device: str,
-        threads: int,
+        config: Config,
+        resources: dict[str, float],
         files: Any,
         embedding: bool,
         precision: Precision | None,
     ) -> None:
         import ray
 
+        threads = threads_of_actor(config, resources)
         torch.set_num_threads(threads)
+        device = "cuda" if "GPU" in resources else "cpu"
         self._model, self._embedding = (
             build_classifier(ray.get(files), device),
             embedding,
