@@ -18,6 +18,7 @@ from pipelines import nodes, ray_env
 from pipelines.ray_data import (
     bytes_of,
     grouped,
+    image_block,
     in_order,
     make_dataset,
     own_node,
@@ -27,7 +28,7 @@ from pipelines.ray_data import (
 from pipelines.workarounds import NODE
 from uno.config import Config
 from uno.data.files import Storage, is_uri
-from uno.data.images import Images, InMemory, from_columns, to_columns
+from uno.data.images import Images, InMemory, from_columns
 from uno.encoders.runtimes import Precision, Runtime, runtime_precision
 from uno.results.infer import build_classifier
 from uno.results.predictions import (
@@ -232,10 +233,7 @@ def predict_on_ray(
         UnoError: A task raised it.
     """
     how = InputSpec.of(build_classifier(files), writer.part_rows)
-    reader = writer.data.images.reader()
-    decode = partial(
-        decode_part, reader=None if reader is None else ray.put(reader), how=how
-    )
+    decode = partial(decode_part, reader=writer.data.images.reader(), how=how)
     parts = map(writer.rows_of, writer.missing)
     blocks = (make_block(writer, np.array(part)) for part in parts)
     vectors = config.model.takes_vectors
@@ -274,25 +272,20 @@ def make_block(writer: PredictionWriter, rows: np.ndarray) -> pa.Table:
         :func:`~uno.data.images.to_columns`.
     """
     names = writer.names_of(rows)
-    return pa.table(
-        {
-            "row": rows,
-            "id": names["id"],
-            "label": names["label"],
-            **to_columns(writer.data.images, rows),
-        }
-    )
+    return image_block(writer.data.images, rows, id=names["id"], label=names["label"])
 
 
-def decode_part(block: pa.Table, reader: Any, how: InputSpec) -> Iterator[pa.Table]:
+def decode_part(
+    block: pa.Table, reader: Images | None, how: InputSpec
+) -> Iterator[pa.Table]:
     """Decode the images of a table of :func:`make_block`, in a task.
 
     PyTorch uses one thread in this process from then on.
 
     Args:
         block: The table.
-        reader: The reference to the object in Ray's object store that reads the images
-            by the column ``number``; None if the table has the images themselves.
+        reader: Reads the images by the column ``number``; None if the table has the
+            images themselves.
         how: The size in pixels of the images, how they are resized, and the number of
             images to decode at once.
 
@@ -302,14 +295,12 @@ def decode_part(block: pa.Table, reader: Any, how: InputSpec) -> Iterator[pa.Tab
         null) and ``pixels`` (the bytes of the uint8 pixels). The last chunk may have
         fewer rows.
     """
-    import ray
-
     torch.set_num_threads(1)
     images: Images
     if reader is None:
         images = InMemory(from_columns(block, None))
     else:
-        images = ray.get(reader).take(block["number"].to_numpy())
+        images = reader.take(block["number"].to_numpy())
     names, first = block.select(["id", "label"]), block["row"][0].as_py()
     for chunk in split_chunks(names, images, first, how):
         facts, pixels = decode_chunk(chunk, how, 1)
