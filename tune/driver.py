@@ -6,6 +6,7 @@ any moment. Trials with a result are not run again, unfinished ones resume at th
 epoch, and early stopping and Optuna are told the earlier results.
 """
 
+import json
 import logging
 import math
 import os
@@ -25,7 +26,7 @@ from pipelines.features import compute_on_ray
 from pipelines.options import Options
 from pipelines.tasks import run_tasks, wait_for_task
 from tune import AGREEMENT, FOLDS, SCORES, records, report, spaces
-from tune.records import FAILED, FINISHED, SETTINGS, PartStorage, Trial
+from tune.records import FAILED, FINISHED, LOGGED, SETTINGS, PartStorage, Trial
 from tune.score import FoldRows, SweepData, Unread, make_folds, sweep_data
 from tune.trial import (
     Sweep,
@@ -52,7 +53,7 @@ from uno.encoders.weights import PRETRAINED, PRETRAINED_FILE, is_file
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
 from uno.methods import load
 from uno.model import num_heads
-from uno.runs import DISCOVER, LOGGERS_FOLDER, RAY_FOLDER, directory, lock, run
+from uno.runs import DISCOVER, RAY_FOLDER, directory, lock, run
 from uno.runs.hardware import num_threads
 from uno.runs.lock import RunLock
 from uno.session.configure import leaves_method_open
@@ -263,9 +264,10 @@ def _tell_loggers(config: Config, claim: RunLock, summary: report.Summary) -> No
     """Send the results of all trials to W&B, MLflow and TensorBoard, as configured.
 
     Each trial is a run of the sweep's group, and the best one is marked. TensorBoard's
-    files are in the folder of the trial. The epochs of a trial are not sent again if an
-    earlier command has made a run of W&B or MLflow for it; its score is. A logger that
-    raises an error is switched off with a warning.
+    files are in the folder of the trial. The score of a trial is sent by every command.
+    Its epochs are sent again only if the trial has more epochs or other loggers than
+    its ``logged.json`` says, which is written at the end. A logger that raises an error
+    is switched off with a warning.
 
     Args:
         config: The configuration of the sweep, which names the loggers.
@@ -275,13 +277,17 @@ def _tell_loggers(config: Config, claim: RunLock, summary: report.Summary) -> No
     for trial in summary.trials:
         storage = PartStorage(claim.storage, records.trial_name(trial.index))
         own = override(config, trial.overrides)
-        told = storage.list(LOGGERS_FOLDER)
         with Loggers(own, storage, group=split(claim.storage.uri)[1]) as loggers:
-            for line in () if told else trial.epochs:
-                loggers({**line, "phase": "tune", "step": line["epoch"]})
+            logged = {"epochs": trial.last_epoch, "loggers": loggers.names}
+            if output.read_mapping(storage, LOGGED) != logged:
+                for line in trial.epochs:
+                    loggers({**line, "phase": "tune", "step": line["epoch"]})
             loggers.results(
                 {"best": float(trial is summary.best), "score": trial.score}
             )
+        if loggers.names:  # those that raised no error
+            logged |= {"loggers": loggers.names}
+            storage.write(LOGGED, json.dumps(logged).encode())
 
 
 def load_data(
