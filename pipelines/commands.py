@@ -34,41 +34,16 @@ if TYPE_CHECKING:
     from uno.session.ranks import TorchrunBackend
 
 SHARD_MB = 128
-FRESH = {
-    "--overwrite": switch(
-        "Start over: replace an earlier run in the same directory once this one trains."
-    )
-}
-EMBEDDING = {"--embedding": switch("Also write the pooled features, a list of floats.")}
-SORTED = {
-    "--csv": switch("Also write DIR/predictions.csv, the table without embeddings."),
-    "--folders": switch(
-        "Also copy every image that can be read to DIR/by_class/INDEX-CLASS/."
-    ),
-}
-APPLY = {
-    "--apply": switch("Apply classes.yaml to the model and all files of the run."),
-    "--file": Argument(
-        "Another classes.yaml, such as the one that the report saves; it replaces"
-        " RUN/classes.yaml.",
-        str | None,
-    ),
-    "--from": Argument(
-        "Name classes by labels that people gave to images of the run's predictions: a"
-        " table with id and label, or an export of Label Studio, FiftyOne or CVAT.",
-        str | None,
-    ),
-    "--rename": Argument(
-        "Name classes by index or name, 5=nine novel-2=ten, and apply.", list[str], []
-    ),
-}
-EXPLAIN = {
+TRAINING = {
     "--explain": switch(
         "Print every value as YAML, and where it comes from (preset, file, data, ...),"
         " and stop."
-    )
+    ),
+    **DRY_RUN,
+    "--overwrite": switch(
+        "Start over: replace an earlier run in the same directory once this one trains."
+    ),
 }
-TRAINING = EXPLAIN | DRY_RUN | FRESH
 
 DEMO = Command("demo", TRAINING, output="runs/demo")
 PRETRAIN = Command("pretrain", TRAINING)
@@ -92,7 +67,16 @@ EVALUATE = Command(
 )
 PREDICT = Command(
     "predict",
-    RUN | EMBEDDING | SORTED,
+    {
+        **RUN,
+        "--embedding": switch("Also write the pooled features, a list of floats."),
+        "--csv": switch(
+            "Also write DIR/predictions.csv, the table without embeddings."
+        ),
+        "--folders": switch(
+            "Also copy every image that can be read to DIR/by_class/INDEX-CLASS/."
+        ),
+    },
     "some",
     text="""
 Writes the Parquet files DIR/predictions/, one row for each image, in order: id, uri, class_index, class_name, kind
@@ -115,7 +99,26 @@ RUN/report.html opens from disk and needs no network. --data SOURCE is the new p
 )
 CLASSES = Command(
     "classes",
-    RUN | APPLY,
+    {
+        **RUN,
+        "--apply": switch("Apply classes.yaml to the model and all files of the run."),
+        "--file": Argument(
+            "Another classes.yaml, such as the one that the report saves; it replaces"
+            " RUN/classes.yaml.",
+            str | None,
+        ),
+        "--from": Argument(
+            "Name classes by labels that people gave to images of the run's"
+            " predictions: a table with id and label, or an export of Label Studio,"
+            " FiftyOne or CVAT.",
+            str | None,
+        ),
+        "--rename": Argument(
+            "Name classes by index or name, 5=nine novel-2=ten, and apply.",
+            list[str],
+            [],
+        ),
+    },
     "none",
     text="""
 Writes RUN/classes.yaml, one entry for each discovered class, to edit by hand: its name, and keep, drop or

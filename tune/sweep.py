@@ -12,10 +12,6 @@ from pydantic import PositiveInt
 from pipelines.options import Argument, Command, parse, switch
 from tune import FOLDS, SCORES, spaces
 
-WHAT_SCORES = (
-    "What trials are compared by: folds (known classes hidden in turn) or agreement of"
-    " the heads."
-)
 TUNE = Command(
     "tune",
     {
@@ -33,7 +29,12 @@ TUNE = Command(
             Literal["random", "grid", "optuna"],
             "random",
         ),
-        "--score": Argument(WHAT_SCORES, Literal[*SCORES], FOLDS),
+        "--score": Argument(
+            "What trials are compared by: folds (known classes hidden in turn) or"
+            " agreement of the heads.",
+            Literal[*SCORES],
+            FOLDS,
+        ),
         "--folds": Argument("Sets of hidden classes in each trial.", PositiveInt, 2),
         "--hide": Argument(
             "Classes a fold hides; default: the novel share of all classes.", int | None
