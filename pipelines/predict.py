@@ -109,9 +109,7 @@ def map_through_model(
         UnoError: A task or an actor raised it.
     """
     workers = config.compute.num_workers
-    resources = nodes.wait_for_resources(
-        config, give_up, nodes.startup_timeout_s(config)
-    )
+    resources = nodes.wait_for_resources(config, give_up)
     cluster = ray.cluster_resources()
     spare = cluster.get("CPU", 1) - workers * resources["CPU"]
     # At least two tasks run at a time, because Python is the bottleneck for small

@@ -284,9 +284,7 @@ def run_on_ray(run: Run, show: Show) -> dict[str, float]:
         )
         until = own if streams or trains_on_features(config) else run.cleanup
         ray = until.enter_context(connected)
-        resources = nodes.wait_for_resources(
-            config, stopping.is_set, nodes.startup_timeout_s(config)
-        )
+        resources = nodes.wait_for_resources(config, stopping.is_set)
         nodes.check_shares(config, resources)
         if streams:
             resources = nodes.with_decoding(config, resources)
