@@ -110,22 +110,15 @@ class RayBackend(LocalBackend):
         Returns:
             A :class:`~uno.session.backend.LocalBackend` if there are fewer than 20,000
             rows, or if this process already has the features of the rows. If it already
-            has their decoded images, this Ray backend is returned only if
-            :meth:`is_cluster` is true, and a local one otherwise. If it has neither,
-            this Ray backend is returned.
+            has their decoded images, this Ray backend is returned only if there is a
+            running cluster, see :func:`pipelines.ray_env.cluster_address`, and a local
+            one otherwise. If it has neither, this Ray backend is returned.
         """
         ready = task.rows.images.prepared(np.arange(0))
-        is_left = ready is None or (ready[0].ndim > 2 and self.is_cluster())
+        is_left = ready is None or (
+            ready[0].ndim > 2 and ray_env.cluster_address() is not None
+        )
         return self if is_left and len(task.rows) >= RAY_PAYS_ROWS else LocalBackend()
-
-    def is_cluster(self) -> bool:
-        """Return whether commands use a Ray cluster that they have not started.
-
-        It is the cluster at ``RAY_ADDRESS``, which is not contacted here, or one that
-        ``ray start`` has started on this machine and that accepts a connection. There
-        is none if ``RAY_ADDRESS`` is ``local``.
-        """
-        return ray_env.cluster_address() is not None
 
     def predict(
         self,

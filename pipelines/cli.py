@@ -1,10 +1,10 @@
 """The console script ``uno``: find the command, run it, and return its exit code.
 
 Commands are entry points of the group ``uno.commands``: callables that take the
-arguments after their name and return an exit code. No large package is imported before
-a command is chosen. Every error becomes one line. Exit codes besides those of
-:mod:`uno.errors` are 130 (interrupted before anything was saved), 141 (the reader of
-the output is gone) and 1 (a defect of this program).
+arguments after their name, and return an exit code or None for 0. No large package is
+imported before a command is chosen. Every error becomes one line. Exit codes besides
+those of :mod:`uno.errors` are 130 (interrupted before anything was saved), 141 (the
+reader of the output is gone) and 1 (a defect of this program).
 """
 
 import errno
@@ -21,7 +21,8 @@ from importlib.metadata import EntryPoint, entry_points, version
 
 from uno.errors import Interrupted, UnoError, as_user_error, did_you_mean
 
-Command = Callable[[Sequence[str]], int]
+Command = Callable[[Sequence[str]], int | None]
+"""Takes the arguments, and returns an exit code, or None for 0."""
 
 SENTENCES = {  # a command of another package is listed without one
     "demo": (
@@ -74,7 +75,7 @@ def run(command: Command) -> int:
 
     Args:
         command: Takes the arguments (``sys.argv`` without the program) and returns an
-            exit code.
+            exit code, or None for 0.
     """
     code = run_guarded(command, sys.argv[1:])
     # At its exit Python would answer Ctrl-C with a traceback.
@@ -90,22 +91,56 @@ def run_guarded(command: Command, argv: Sequence[str]) -> int:
     the shell has closed is replaced by the null device, for the rest of the process.
 
     Args:
-        command: Takes the arguments and returns an exit code.
+        command: Takes the arguments and returns an exit code, or None for 0.
         argv: The arguments.
 
     Returns:
-        The exit code of the command, usually 0, or the code with which it calls
-        ``sys.exit``. After a :class:`~uno.errors.UnoError` its ``exit_code``, such as 2
-        for a ConfigError and 75 for Interrupted; a missing package counts as a
-        ConfigError, and a full disk as a StorageError (4). 130 after Ctrl-C; 141
+        The exit code of the command, 0 if it returns None, or the code with which it
+        calls ``sys.exit``. After a :class:`~uno.errors.UnoError` its ``exit_code``,
+        such as 2 for a ConfigError and 75 for Interrupted; a missing package counts as
+        a ConfigError, and a full disk as a StorageError (4). 130 after Ctrl-C; 141
         without a line if the reader of the output is gone; 1 after an unexpected error,
         a defect of this program, whose traceback is then in a temporary file.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the shell: `uno ... >&-`
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+    # Requests ignores this, too, but where threads import other packages its filter may
+    # be gone by then.
+    warnings.filterwarnings("ignore", "SOCKS support in urllib3")
     with _escaped_output():
-        return _run_guarded(command, argv)
+        try:
+            try:
+                code = command(argv) or 0
+            except SystemExit as end:  # after --help
+                code = (
+                    end.code if isinstance(end.code, int) else int(end.code is not None)
+                )
+            sys.stdout.flush()
+            return code
+        except Interrupted as error:
+            hint = "" if "resume" in str(error) else "; resume with the same command"
+            return _print_message(f"{error}{hint}", error.exit_code)
+        except UnoError as error:
+            return _print_message(f"error: {error}", error.exit_code)
+        except KeyboardInterrupt:
+            return _print_message(
+                "interrupted; the same command resumes from the last checkpoint, if"
+                " there is one",
+                130,
+            )
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.EIO):
+                from uno.session.console import output_closed
+
+                if output_closed():
+                    return 141  # the code after SIGPIPE: `uno ... | head`
+            meant = as_user_error(error)
+            return (
+                _report_defect(error)
+                if meant is None
+                else _print_message(f"error: {meant}", meant.exit_code)
+            )
 
 
 @contextmanager
@@ -129,58 +164,7 @@ def _escaped_output() -> Iterator[None]:
                 stream.reconfigure(errors=errors)
 
 
-def _run_guarded(command: Command, argv: Sequence[str]) -> int:
-    """Run a command and return its exit code, also if it raises an error.
-
-    An error or Ctrl-C is printed as one line on stderr, with the advice to resume after
-    Interrupted. The traceback of an unexpected error is written to a temporary file.
-
-    Args:
-        command: Takes the arguments and returns an exit code.
-        argv: The arguments.
-
-    Returns:
-        The exit code of the command, or the code with which it calls ``sys.exit``.
-        After a UnoError, or an error that stands for one (a missing package, a full
-        disk), its ``exit_code``; 130 after Ctrl-C; 141, without a line, if the reader
-        of the output is gone; and 1 after any other error.
-    """
-    # Requests ignores this, too, but where threads import other packages its filter may
-    # be gone by then.
-    warnings.filterwarnings("ignore", "SOCKS support in urllib3")
-    try:
-        try:
-            code = command(argv)
-        except SystemExit as end:  # after --help
-            code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        sys.stdout.flush()
-        return code
-    except Interrupted as error:
-        hint = "" if "resume" in str(error) else "; resume with the same command"
-        return _print_message(f"{error}{hint}", error.exit_code)
-    except UnoError as error:
-        return _print_message(f"error: {error}", error.exit_code)
-    except KeyboardInterrupt:
-        return _print_message(
-            "interrupted; the same command resumes from the last checkpoint, if there"
-            " is one",
-            130,
-        )
-    except Exception as error:
-        if isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.EIO):
-            from uno.session.console import output_closed
-
-            if output_closed():
-                return 141  # the code after SIGPIPE: `uno ... | head`
-        meant = as_user_error(error)
-        return (
-            _report_defect(error)
-            if meant is None
-            else _print_message(f"error: {meant}", meant.exit_code)
-        )
-
-
-def _dispatch(argv: Sequence[str]) -> int:
+def _dispatch(argv: Sequence[str]) -> int | None:
     """Run the command that the first argument names, or print the help or the version.
 
     Args:
@@ -188,7 +172,7 @@ def _dispatch(argv: Sequence[str]) -> int:
             ``--help``, ``-h`` or ``--version``.
 
     Returns:
-        The exit code of the command; 0 after ``--help`` or ``--version``; 2 for an
+        The exit code of the command, None for 0, as after ``--version``; 2 for an
         unknown command, with an error line, and without arguments, with the help.
     """
     commands = {entry.name: entry for entry in entry_points(group="uno.commands")}
@@ -198,7 +182,7 @@ def _dispatch(argv: Sequence[str]) -> int:
         return 0 if argv else 2
     if name == "--version":
         print(f"uno {version('uno-discovery')}")
-        return 0
+        return None
     if name in commands:
         return commands[name].load()(rest)
     return _print_message(

@@ -2,7 +2,8 @@
 
 Large packages are imported when a command runs. ``uno reproduce`` and ``uno tune`` are
 in :mod:`reproduce.command` and :mod:`tune.sweep`. Every command takes the arguments
-after its name, and returns the exit code.
+after its name. A problem raises an error. The exit code of a command that returns None
+is 0.
 """
 
 from __future__ import annotations
@@ -33,41 +34,16 @@ if TYPE_CHECKING:
     from uno.session.ranks import TorchrunBackend
 
 SHARD_MB = 128
-FRESH = {
-    "--overwrite": switch(
-        "Start over: replace an earlier run in the same directory once this one trains."
-    )
-}
-EMBEDDING = {"--embedding": switch("Also write the pooled features, a list of floats.")}
-SORTED = {
-    "--csv": switch("Also write DIR/predictions.csv, the table without embeddings."),
-    "--folders": switch(
-        "Also copy every image that can be read to DIR/by_class/INDEX-CLASS/."
-    ),
-}
-APPLY = {
-    "--apply": switch("Apply classes.yaml to the model and all files of the run."),
-    "--file": Argument(
-        "Another classes.yaml, such as the one that the report saves; it replaces"
-        " RUN/classes.yaml.",
-        str | None,
-    ),
-    "--from": Argument(
-        "Name classes by labels that people gave to images of the run's predictions: a"
-        " table with id and label, or an export of Label Studio, FiftyOne or CVAT.",
-        str | None,
-    ),
-    "--rename": Argument(
-        "Name classes by index or name, 5=nine novel-2=ten, and apply.", list[str], []
-    ),
-}
-EXPLAIN = {
+TRAINING = {
     "--explain": switch(
         "Print every value as YAML, and where it comes from (preset, file, data, ...),"
         " and stop."
-    )
+    ),
+    **DRY_RUN,
+    "--overwrite": switch(
+        "Start over: replace an earlier run in the same directory once this one trains."
+    ),
 }
-TRAINING = EXPLAIN | DRY_RUN | FRESH
 
 DEMO = Command("demo", TRAINING, output="runs/demo")
 PRETRAIN = Command("pretrain", TRAINING)
@@ -91,7 +67,16 @@ EVALUATE = Command(
 )
 PREDICT = Command(
     "predict",
-    RUN | EMBEDDING | SORTED,
+    {
+        **RUN,
+        "--embedding": switch("Also write the pooled features, a list of floats."),
+        "--csv": switch(
+            "Also write DIR/predictions.csv, the table without embeddings."
+        ),
+        "--folders": switch(
+            "Also copy every image that can be read to DIR/by_class/INDEX-CLASS/."
+        ),
+    },
     "some",
     text="""
 Writes the Parquet files DIR/predictions/, one row for each image, in order: id, uri, class_index, class_name, kind
@@ -114,7 +99,26 @@ RUN/report.html opens from disk and needs no network. --data SOURCE is the new p
 )
 CLASSES = Command(
     "classes",
-    RUN | APPLY,
+    {
+        **RUN,
+        "--apply": switch("Apply classes.yaml to the model and all files of the run."),
+        "--file": Argument(
+            "Another classes.yaml, such as the one that the report saves; it replaces"
+            " RUN/classes.yaml.",
+            str | None,
+        ),
+        "--from": Argument(
+            "Name classes by labels that people gave to images of the run's"
+            " predictions: a table with id and label, or an export of Label Studio,"
+            " FiftyOne or CVAT.",
+            str | None,
+        ),
+        "--rename": Argument(
+            "Name classes by index or name, 5=nine novel-2=ten, and apply.",
+            list[str],
+            [],
+        ),
+    },
     "none",
     text="""
 Writes RUN/classes.yaml, one entry for each discovered class, to edit by hand: its name, and keep, drop or
@@ -230,7 +234,7 @@ DOCTOR = Command(
 )
 
 
-def demo(argv: Sequence[str]) -> int:
+def demo(argv: Sequence[str]) -> None:
     """Run ``uno discover`` on the packaged digits, by default with two Ray workers.
 
     It writes into ``runs/demo``, unless ``--output`` names another directory.
@@ -238,11 +242,8 @@ def demo(argv: Sequence[str]) -> int:
     Args:
         argv: The arguments after ``uno demo``. ``--workers`` among them replaces the
             number of workers.
-
-    Returns:
-        The exit code 0. A problem raises an error.
     """
-    return discover(["--workers", "2", *argv], DEMO)
+    discover(["--workers", "2", *argv], DEMO)
 
 
 def discover(
@@ -250,7 +251,7 @@ def discover(
     command: Command = DISCOVER,
     last: str = "discover",
     ranks: TorchrunBackend | None = None,
-) -> int:
+) -> None:
     """Train a run, evaluate it, and write its model, predictions, metrics and report.
 
     It is pretrained first, unless weights are given. The same command resumes an
@@ -269,15 +270,15 @@ def discover(
         ranks: The backend that trains on all ranks of torchrun. It is given only when
             rank 0 calls this function again to lead them; None otherwise.
 
-    Returns:
-        The exit code 0. A problem raises an error; but a rank of torchrun that fails
-        after another one returns the exit code of its error.
+    Raises:
+        SystemExit: This is a rank of torchrun that failed after another one.
     """
     if ranks is None and is_torchrun_rank():
         from uno.session.ranks import TorchrunBackend
 
         backend = TorchrunBackend()
-        return backend.lead_or_follow(partial(discover, argv, command, last))
+        backend.lead_or_follow(partial(discover, argv, command, last))
+        return
     options = parse(argv, command)
     from uno.session import pipeline
 
@@ -293,28 +294,24 @@ def discover(
         derived = f"the run in {config.output}" if task is None else "data"
         given = options.yaml_values, options.cli_values
         print(*explain(options.config, config, *given, derived), sep="\n")
-        return 0
+        return
     config = options.config if ranks is None else ranks.sized(options.config)
     run = pipeline.plan_run if own.dry_run else pipeline.discover
     run(config, options.overrides, own.overwrite, last, backend=ranks)
-    return 0
 
 
-def pretrain(argv: Sequence[str]) -> int:
+def pretrain(argv: Sequence[str]) -> None:
     """Train the encoder and the head of the known classes on the labeled images.
 
     ``uno discover`` with the same options continues from there.
 
     Args:
         argv: The arguments after ``uno pretrain``.
-
-    Returns:
-        The exit code 0. A problem raises an error.
     """
-    return discover(argv, PRETRAIN, "pretrain")
+    discover(argv, PRETRAIN, "pretrain")
 
 
-def evaluate(argv: Sequence[str]) -> int:
+def evaluate(argv: Sequence[str]) -> None:
     """Compute the metrics of a finished run anew, and write its ``metrics.json``.
 
     Nothing is trained. The metrics are printed, too. The HTML report is written again
@@ -322,18 +319,14 @@ def evaluate(argv: Sequence[str]) -> int:
 
     Args:
         argv: The arguments after ``uno evaluate``: the run directory and options.
-
-    Returns:
-        The exit code 0. A problem raises an error.
     """
     options = parse(argv, EVALUATE)
     from uno.session import pipeline
 
     pipeline.evaluate(options.args.run, options.overrides)
-    return 0
 
 
-def predict(argv: Sequence[str]) -> int:
+def predict(argv: Sequence[str]) -> None:
     """Predict a class for every image of a source, and print where the predictions are.
 
     They are Parquet files in the folder ``predictions/`` of ``--output``, with one row
@@ -344,9 +337,6 @@ def predict(argv: Sequence[str]) -> int:
 
     Args:
         argv: The arguments after ``uno predict``: the run directory and options.
-
-    Returns:
-        The exit code 0. A problem raises an error.
     """
     options = parse(argv, PREDICT)
     if "output" in (given := options.overrides):
@@ -355,27 +345,22 @@ def predict(argv: Sequence[str]) -> int:
 
     own = options.args
     session.predict(own.run, given, own.embedding, own.csv, own.folders)
-    return 0
 
 
-def report(argv: Sequence[str]) -> int:
+def report(argv: Sequence[str]) -> None:
     """Write the HTML report of a run, finished or not, and print its path.
 
     Args:
         argv: The arguments after ``uno report``: the run directory and options.
-
-    Returns:
-        The exit code 0. A problem raises an error.
     """
     options = parse(argv, REPORT)
     from uno.session import pipeline
     from uno.session.console import print_line
 
     print_line(f"report: {pipeline.report(options.args.run, options.overrides)}")
-    return 0
 
 
-def export(argv: Sequence[str]) -> int:
+def export(argv: Sequence[str]) -> None:
     """Write the model of a run, or its predictions, in a format of other tools.
 
     The paths of the written files are printed, for a model also the size of its file
@@ -388,9 +373,6 @@ def export(argv: Sequence[str]) -> int:
             ``encoder``, ``pt2`` or ``onnx`` for the model; ``label-studio``,
             ``fiftyone`` or ``cvat`` (annotation tools), ``csv`` or ``h5ad`` for the
             predictions.
-
-    Returns:
-        The exit code 0. A problem raises an error.
 
     Raises:
         ConfigError: ``--images``, the folder or URL at which an annotation tool finds
@@ -411,7 +393,7 @@ def export(argv: Sequence[str]) -> int:
         target = Storage(own.output or own.run)
         for path in export_predictions(folder, target, own.format, own.images):
             print_line(path)
-        return 0
+        return
     model = load_classifier(folder)
     data, name = export(model, own.format), model_folder(folder) + FORMATS[own.format]
     if own.output:
@@ -421,10 +403,9 @@ def export(argv: Sequence[str]) -> int:
     if own.format == "onnx" and not can_check_onnx():
         checked = "NOT checked: onnxruntime is not installed"
     print_line(f"{folder.path(name)}: {len(data) / 1e6:.1f} MB, {checked}")
-    return 0
 
 
-def data(argv: Sequence[str]) -> int:
+def data(argv: Sequence[str]) -> None:
     """Check a data set (``uno data check``), or write it as Parquet shards (``pack``).
 
     The check writes nothing into ``--output``. It prints the classes, their sizes, and
@@ -435,9 +416,6 @@ def data(argv: Sequence[str]) -> int:
         argv: The arguments after ``uno data``, of which the first is ``check`` or
             ``pack``.
 
-    Returns:
-        The exit code 0. A problem raises an error.
-
     Raises:
         ConfigError: The check finds that no run could succeed, the shards cannot be
             written, or ``--shard-mb`` is given for the check.
@@ -446,18 +424,16 @@ def data(argv: Sequence[str]) -> int:
     if options.args.action == "pack":
         from pipelines.pack import pack_data
 
-        return pack_data(
-            options.config, options.args.shard_mb or SHARD_MB, options.overrides
-        )
+        pack_data(options.config, options.args.shard_mb or SHARD_MB, options.overrides)
+        return
     if options.args.shard_mb is not None:
         raise ConfigError("--shard-mb is for uno data pack")
     from uno.session.prepare import check_source
 
     check_source(options.config, options.overrides)
-    return 0
 
 
-def embed(argv: Sequence[str]) -> int:
+def embed(argv: Sequence[str]) -> None:
     """Write the features that a frozen encoder computes for every image of a source.
 
     They are written to the Parquet file of ``--output``, which ``--data vectors:FILE``
@@ -466,18 +442,14 @@ def embed(argv: Sequence[str]) -> int:
 
     Args:
         argv: The arguments after ``uno embed``.
-
-    Returns:
-        The exit code 0. A problem raises an error.
     """
     options = parse(argv, EMBED)
     from uno.session.embed import embed as embed_source
 
     embed_source(options.config, options.overrides, options.args.views)
-    return 0
 
 
-def estimate(argv: Sequence[str]) -> int:
+def estimate(argv: Sequence[str]) -> None:
     """Estimate the number of novel classes among the unlabeled images of a source.
 
     The estimate is printed, and written to ``estimate.json`` in the output directory.
@@ -486,9 +458,6 @@ def estimate(argv: Sequence[str]) -> int:
 
     Args:
         argv: The arguments after ``uno estimate-classes``.
-
-    Returns:
-        The exit code 0. A problem raises an error.
     """
     options = parse(argv, ESTIMATE)
     own = options.args
@@ -497,7 +466,6 @@ def estimate(argv: Sequence[str]) -> int:
 
     settings = Settings(num_splits=own.num_splits, max_novel=own.max_novel)
     estimate_classes(options.config, options.overrides, settings, own.dry_run)
-    return 0
 
 
 def doctor(argv: Sequence[str]) -> int:
@@ -532,7 +500,7 @@ def doctor(argv: Sequence[str]) -> int:
     return 2 if any(finding.level == "error" for finding in findings) else 0
 
 
-def classes(argv: Sequence[str]) -> int:
+def classes(argv: Sequence[str]) -> None:
     """Name, merge or drop the discovered classes of a run.
 
     The edits are those of the file ``RUN/classes.yaml``, if there is one, or of another
@@ -547,9 +515,6 @@ def classes(argv: Sequence[str]) -> int:
 
     Args:
         argv: The arguments after ``uno classes``: the run directory and options.
-
-    Returns:
-        The exit code 0. A problem raises an error.
 
     Raises:
         ConfigError: More than one of ``--file``, ``--from`` and ``--rename`` is given,
@@ -586,7 +551,7 @@ def classes(argv: Sequence[str]) -> int:
         storage.write(YAML_FILE, text.encode())
         command = f"uno classes {shlex.quote(own.run)} --apply"
         print_line(f"{path} is written: edit it, then run {command}")
-        return 0
+        return
     data = template(model.classes, model.model_hash).encode()
     if is_there:
         data = folder.read(name, MAX_STATE_BYTES)
@@ -613,7 +578,6 @@ def classes(argv: Sequence[str]) -> int:
         valid = "names are not applied yet" if labels else f"{path} is valid"
         command = shlex.join(["uno", "classes", *argv, "--apply"])
         print_line(f"{valid}; next: {command}")
-    return 0
 
 
 def _name_by_labels(

@@ -13,15 +13,15 @@ import pyarrow as pa
 import safetensors.torch
 import torch
 
-from pipelines.predict import map_through_model
-from pipelines.ray_data import bytes_of, pixel_column, shared_tensor
-from uno.config import Config, to_dict
+from pipelines.predict import map_through_model, threads_of_actor
+from pipelines.ray_data import bytes_of, image_block, pixel_column, shared_tensor
+from uno.config import Config
 from uno.data import features
 from uno.data.decode import prefetch_map
 from uno.data.features import Chunk, FeatureJob
-from uno.data.images import from_columns, to_columns
+from uno.data.images import Images, from_columns
 from uno.encoders.build import build_encoder
-from uno.encoders.runtimes import Runtime
+from uno.encoders.runtimes import Precision, Runtime
 
 # The largest number of chunks of a task. A row group of Parquet has more rows than a
 # chunk, so that a task of several chunks reads less.
@@ -60,7 +60,7 @@ def compute_on_ray(
             no place for the workers in time.
         Interrupted: ``give_up`` returned True.
     """
-    config, reader = job.config, job.task.rows.images.reader()
+    config = job.config
     precision, encoder = (
         (encoder.precision, encoder.encoder)
         if isinstance(encoder, Runtime)
@@ -69,15 +69,14 @@ def compute_on_ray(
     state = {
         name: tensor.cpu().contiguous() for name, tensor in encoder.state_dict().items()
     }
-    decode = partial(
-        decode_block, config=config, reader=None if reader is None else ray.put(reader)
-    )
+    reader = job.task.rows.images.reader()
+    decode = partial(decode_block, config=config, reader=reader)
     chunks = features.split_rows(rows)
     per_task = len(chunks) // (4 * config.compute.num_workers)
     task_rows = features.CHUNK_ROWS * max(1, min(TASK_CHUNKS, per_task))
     starts = range(0, len(rows), task_rows)
     blocks = (make_block(job, rows, start, start + task_rows) for start in starts)
-    loaded = (ray.put((to_dict(config), safetensors.torch.save(state), precision)),)
+    loaded = ray.put(safetensors.torch.save(state)), precision
     encoded = map_through_model(
         ray,
         config,
@@ -111,17 +110,18 @@ def make_block(job: FeatureJob, rows: np.ndarray, start: int, stop: int) -> pa.T
         :func:`~uno.data.images.to_columns`.
     """
     own = rows[start:stop]
-    return pa.table(
-        {
-            "row": np.arange(start, start + len(own)),
-            "seed": features.view_seeds(job.ids(own)),
-            "has_views": job.has_views(own),
-            **to_columns(job.task.rows.images, own),
-        }
+    return image_block(
+        job.task.rows.images,
+        own,
+        row=np.arange(start, start + len(own)),
+        seed=features.view_seeds(job.ids(own)),
+        has_views=job.has_views(own),
     )
 
 
-def decode_block(block: pa.Table, config: Config, reader: Any) -> Iterator[pa.Table]:
+def decode_block(
+    block: pa.Table, config: Config, reader: Images | None
+) -> Iterator[pa.Table]:
     """Decode and crop the images of a table of :func:`make_block`, in a task.
 
     PyTorch uses one thread in this process from then on.
@@ -129,8 +129,8 @@ def decode_block(block: pa.Table, config: Config, reader: Any) -> Iterator[pa.Ta
     Args:
         block: The table.
         config: The configuration of the run.
-        reader: The reference to the object in Ray's object store that reads the images
-            by the column ``number``; None if the table has the images themselves.
+        reader: Reads the images by the column ``number``; None if the table has the
+            images themselves.
 
     Yields:
         A table for each chunk of up to 128 rows: ``row`` and ``seed`` of the given
@@ -139,10 +139,7 @@ def decode_block(block: pa.Table, config: Config, reader: Any) -> Iterator[pa.Ta
         values of the resized square image for the evaluation view, then of the crops of
         all random views, zeros where there is none.
     """
-    import ray
-
     torch.set_num_threads(1)
-    reader = None if reader is None else ray.get(reader)
     images, seeds = from_columns(block, reader), block["seed"].to_numpy()
     has_views, size = block["has_views"].to_numpy(), features.ROWS_AT_ONCE
     # The results are whole chunks, because the writer needs whole chunks.
@@ -169,32 +166,38 @@ def decode_block(block: pa.Table, config: Config, reader: Any) -> Iterator[pa.Ta
 
 
 class Featurizer:
-    """The model of a Ray actor, which loads an encoder once and encodes many rows.
+    """A Ray actor that loads an encoder on its own node once, and encodes many rows.
 
     Args:
-        device: The device of the encoder.
-        threads: The number of batches of rows that are encoded at once, one thread
-            each.
-        shared: The reference to the configuration as a dict, the weights as a
-            safetensors file, and the precision in which OpenVINO computes the encoder,
-            or None for PyTorch.
+        config: The configuration of the run.
+        resources: The resources of the actor (``CPU``, ``GPU``).
+        weights: The reference to the weights as a safetensors file.
+        precision: The precision in which OpenVINO computes the encoder on a CPU; None
+            for PyTorch.
     """
 
-    def __init__(self, device: str, threads: int, shared: Any) -> None:
+    def __init__(
+        self,
+        config: Config,
+        resources: dict[str, float],
+        weights: Any,
+        precision: Precision | None,
+    ) -> None:
         import ray
 
-        tree, weights, precision = ray.get(shared)
-        self._config, self._threads = Config.model_validate(tree), threads
-        encoder = build_encoder(self._config.model)
-        encoder.load_state_dict(safetensors.torch.load(weights))
+        self._config, self._threads = config, threads_of_actor(config, resources)
+        device = "cuda" if "GPU" in resources else "cpu"
+        encoder = build_encoder(config.model)
+        encoder.load_state_dict(safetensors.torch.load(ray.get(weights)))
         encoder = (
             encoder.eval()
             .requires_grad_(False)
             .to(device)
             .to(memory_format=torch.channels_last)
         )
-        here = precision is not None and torch.device(device).type == "cpu"
-        self._encoder = Runtime(encoder, precision, threads) if here else encoder
+        if precision is not None and device == "cpu":
+            encoder = Runtime(encoder, precision, self._threads)
+        self._encoder = encoder
 
     def __call__(self, block: pa.Table) -> pa.Table:
         """Encode the images of a table of :func:`decode_block`.

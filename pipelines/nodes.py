@@ -102,32 +102,30 @@ def wanted_and_there(workers: int, each: Resources) -> str:
     )
 
 
-def wait_for_resources(
-    config: Config, give_up: Callable[[], bool], limit_s: float = 0.0
-) -> Resources:
+def wait_for_resources(config: Config, give_up: Callable[[], bool]) -> Resources:
     """Wait until the cluster is large enough for all workers of a configuration.
 
-    All CPUs and GPUs of the cluster count, also those that other work uses now. During
-    the wait a placement group for the workers lets Ray's autoscaler start nodes; it is
-    removed at the end. A line is printed at the start of a wait and every 30 s.
+    The wait takes at most :func:`startup_timeout_s`. All CPUs and GPUs of the cluster
+    count, also those that other work uses now. During the wait a placement group for
+    the workers lets Ray's autoscaler start nodes; it is removed at the end. A line is
+    printed at the start of a wait and every 30 s.
 
     Args:
         config: The configuration of the run, with the number of workers, at least 1.
         give_up: Returns whether the user has asked to stop. It is asked at least once.
-        limit_s: The longest wait in seconds; 0 does not wait.
 
     Returns:
         The amount of each resource for a worker, by its name (``CPU``, ``GPU``), see
         :func:`pipelines.ray_env.worker_resources`.
 
     Raises:
-        ConfigError: The cluster is still too small after ``limit_s`` seconds.
+        ConfigError: The cluster is still too small after the wait.
         Interrupted: ``give_up`` returned True.
     """
     import ray
     from ray.util import placement_group, remove_placement_group
 
-    compute, group = config.compute, None
+    compute, group, limit_s = config.compute, None, startup_timeout_s(config)
     start, usual = time.monotonic(), _default_resources(config)
     lines = WaitLines(config, usual)
     try:
@@ -183,10 +181,10 @@ def once_one_fits(
     try:
         return ask()
     except ConfigError:
-        if (limit := startup_timeout_s(config)) == 0:
+        if startup_timeout_s(config) == 0:
             raise
     one = override(config, {"compute.num_workers": max(1, config.compute.num_workers)})
-    wait_for_resources(one, give_up, limit)
+    wait_for_resources(one, give_up)
     return ask()
 
 
@@ -218,7 +216,7 @@ def free_memory(config: Config) -> "FreeMemory":
     if not workers or not cluster_address():
         return here
     with connect() as ray:
-        each = wait_for_resources(config, lambda: False, startup_timeout_s(config))
+        each = wait_for_resources(config, lambda: False)
         stores = [
             node["Resources"].get("object_store_memory")
             for node in ray.nodes()

@@ -27,8 +27,8 @@ from uno.session.console import Progress, print_line
 from uno.text import plural
 
 
-def pack_data(config: Config, shard_mb: int, given: Mapping[str, Any]) -> int:
-    """Write a source as Parquet shards, print a summary, and return the exit code 0.
+def pack_data(config: Config, shard_mb: int, given: Mapping[str, Any]) -> None:
+    """Write a source as Parquet shards, and print a summary.
 
     Images that cannot be read are left out, and listed in ``bad_samples.jsonl`` of the
     output directory. Shards that an interrupted call has written are kept.
@@ -77,7 +77,6 @@ def pack_data(config: Config, shard_mb: int, given: Mapping[str, Any]) -> int:
     )
     counts += plural(found.shards, "shard")
     print_line(f"{counts}: {config.output}")
-    return 0
 
 
 def store_on_ray(ray: Any, config: Config) -> Store:

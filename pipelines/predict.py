@@ -18,6 +18,7 @@ from pipelines import nodes, ray_env
 from pipelines.ray_data import (
     bytes_of,
     grouped,
+    image_block,
     in_order,
     make_dataset,
     own_node,
@@ -26,8 +27,8 @@ from pipelines.ray_data import (
 )
 from pipelines.workarounds import NODE
 from uno.config import Config
-from uno.data.files import Storage
-from uno.data.images import Images, InMemory, from_columns, to_columns
+from uno.data.files import Storage, is_uri
+from uno.data.images import Images, InMemory, from_columns
 from uno.encoders.runtimes import Precision, Runtime, runtime_precision
 from uno.results.infer import build_classifier
 from uno.results.predictions import (
@@ -44,26 +45,20 @@ FACT_BYTES = 4096  # bytes of a row besides its pixels: id, path, reason
 
 MAX_WRITERS = 16  # a node can start so many processes at once
 
-Write = Callable[[Storage, int, pa.Table], None]
-"""Stores the results of a partition.
-
-Its arguments are the directory, the number of the partition, and the results.
-"""
-
 
 class WriterPool(NamedTuple):
     """How a pool of Ray actors writes results: a file for each partition of rows.
 
     Attributes:
-        storage: The directory of the results.
+        output: The directory of the results, a path or URI.
         write: Writes the results of a partition, as ``write(storage, number,
             results)``: the directory, the number of the partition, and its table.
         part_rows: The number of rows of a partition, a multiple of the rows of a chunk.
             The last partition may have fewer.
     """
 
-    storage: Storage
-    write: Write
+    output: str
+    write: Callable[[Storage, int, pa.Table], None]
     part_rows: int
 
 
@@ -93,9 +88,9 @@ def map_through_model(
             ``writers``, each table is one partition.
         decode: Is called with such a table in a task, and returns or yields tables of
             decoded images.
-        model: Builds the model of an actor by ``model(device, threads, *loaded)``. The
-            model is called with one chunk of decoded images at a time, and returns a
-            table of results.
+        model: The class of the actors, built by ``model(config, resources, *loaded)``
+            with the resources of an actor (``CPU``, ``GPU``). An actor is called with
+            one chunk of decoded images at a time, and returns a table of results.
         loaded: Further arguments for ``model``.
         chunk_rows: The number of rows of a chunk. The last one may have fewer.
         row_bytes: The bytes of the pixels of an image.
@@ -114,9 +109,7 @@ def map_through_model(
         UnoError: A task or an actor raised it.
     """
     workers = config.compute.num_workers
-    resources = nodes.wait_for_resources(
-        config, give_up, nodes.startup_timeout_s(config)
-    )
+    resources = nodes.wait_for_resources(config, give_up)
     cluster = ray.cluster_resources()
     spare = cluster.get("CPU", 1) - workers * resources["CPU"]
     # At least two tasks run at a time, because Python is the bottleneck for small
@@ -133,8 +126,8 @@ def map_through_model(
         results = dataset.map_batches(
             decode, num_cpus=decode_cpus, **whole
         ).map_batches(
-            ModelActor,
-            fn_constructor_args=(model, config, resources, loaded),
+            model,
+            fn_constructor_args=(config, resources, *loaded),
             compute=ray.data.ActorPoolStrategy(size=workers),
             num_cpus=resources["CPU"],
             num_gpus=resources.get("GPU", 0),
@@ -142,45 +135,20 @@ def map_through_model(
             batch_size=chunk_rows,  # Ray requires a number for actors with GPUs.
         )
         if writers is not None:
-            storage, write, part_rows = writers
             results = results.map_batches(
                 Writer,
-                fn_constructor_args=(storage.uri, write, part_rows),
+                fn_constructor_args=(writers,),
                 batch_format="pyarrow",
                 # Ray collects the rows of a partition before it chooses an actor.
-                batch_size=part_rows,
+                batch_size=writers.part_rows,
                 compute=ray.data.ActorPoolStrategy(size=min(workers, MAX_WRITERS)),
                 num_cpus=0,
-                label_selector={NODE: own_node(ray)} if storage.is_local else None,
+                label_selector=(
+                    None if is_uri(writers.output) else {NODE: own_node(ray)}
+                ),
             )
         # Ray may have joined the results of several chunks.
         yield from in_order(results, chunk_rows if writers is None else None)
-
-
-class ModelActor:
-    """A Ray actor that builds a model on its own node and calls it with chunks of rows.
-
-    Args:
-        build: Builds the model by ``build(device, threads, *loaded)``. The model maps a
-            table of decoded images to a table of results.
-        config: The configuration of the run.
-        resources: The resources of the actor (``CPU``, ``GPU``).
-        loaded: Further arguments for ``build``.
-    """
-
-    def __init__(
-        self,
-        build: Callable[..., Callable[[pa.Table], pa.Table]],
-        config: Config,
-        resources: dict[str, float],
-        loaded: tuple[Any, ...],
-    ) -> None:
-        device = "cuda" if "GPU" in resources else "cpu"
-        self._model = build(device, threads_of_actor(config, resources), *loaded)
-
-    def __call__(self, chunk: pa.Table) -> pa.Table:
-        """Return the model's table of results for a table of one chunk of images."""
-        return self._model(chunk)
 
 
 def threads_of_actor(config: Config, resources: dict[str, float]) -> int:
@@ -209,14 +177,12 @@ class Writer:
     there are CPUs, so each task would start a process.
 
     Args:
-        target: The directory of the results.
-        write: Writes the results of a partition, as ``write(storage, number,
-            results)``: the directory, the number of the partition, and its table.
-        size: The number of rows of a partition. The last one may have fewer.
+        pool: The directory of the results, how they are written, and the number of rows
+            of a partition.
     """
 
-    def __init__(self, target: str, write: Write, size: int) -> None:
-        self._storage, self._write, self._size = Storage(target), write, size
+    def __init__(self, pool: WriterPool) -> None:
+        self._pool, self._storage = pool, Storage(pool.output)
 
     def __call__(self, results: pa.Table) -> pa.Table:
         """Write all results of one partition.
@@ -228,12 +194,11 @@ class Writer:
         Returns:
             A table of one row, the ``number`` of the partition.
         """
-        rows = results["row"].to_numpy()
-        number = int(rows[0]) // self._size
-        assert np.array_equal(
-            rows, np.arange(number * self._size, number * self._size + len(rows))
-        )
-        self._write(self._storage, number, results)
+        rows, part_rows = results["row"].to_numpy(), self._pool.part_rows
+        number = int(rows[0]) // part_rows
+        start = number * part_rows
+        assert np.array_equal(rows, np.arange(start, start + len(rows)))
+        self._pool.write(self._storage, number, results)
         return pa.table({"number": [number]})
 
 
@@ -266,16 +231,13 @@ def predict_on_ray(
         UnoError: A task raised it.
     """
     how = InputSpec.of(build_classifier(files), writer.part_rows)
-    reader = writer.data.images.reader()
-    decode = partial(
-        decode_part, reader=None if reader is None else ray.put(reader), how=how
-    )
+    decode = partial(decode_part, reader=writer.data.images.reader(), how=how)
     parts = map(writer.rows_of, writer.missing)
     blocks = (make_block(writer, np.array(part)) for part in parts)
     vectors = config.model.takes_vectors
     precision = None if vectors else runtime_precision(config, torch.device("cpu"))
     loaded = ray.put(dict(files)), writer.embedding, precision
-    pool = WriterPool(writer.storage, writer.part_writer.write, writer.part_rows)
+    pool = WriterPool(writer.storage.uri, writer.part_writer.write, writer.part_rows)
     for table in map_through_model(
         ray,
         config,
@@ -308,25 +270,20 @@ def make_block(writer: PredictionWriter, rows: np.ndarray) -> pa.Table:
         :func:`~uno.data.images.to_columns`.
     """
     names = writer.names_of(rows)
-    return pa.table(
-        {
-            "row": rows,
-            "id": names["id"],
-            "label": names["label"],
-            **to_columns(writer.data.images, rows),
-        }
-    )
+    return image_block(writer.data.images, rows, id=names["id"], label=names["label"])
 
 
-def decode_part(block: pa.Table, reader: Any, how: InputSpec) -> Iterator[pa.Table]:
+def decode_part(
+    block: pa.Table, reader: Images | None, how: InputSpec
+) -> Iterator[pa.Table]:
     """Decode the images of a table of :func:`make_block`, in a task.
 
     PyTorch uses one thread in this process from then on.
 
     Args:
         block: The table.
-        reader: The reference to the object in Ray's object store that reads the images
-            by the column ``number``; None if the table has the images themselves.
+        reader: Reads the images by the column ``number``; None if the table has the
+            images themselves.
         how: The size in pixels of the images, how they are resized, and the number of
             images to decode at once.
 
@@ -336,14 +293,12 @@ def decode_part(block: pa.Table, reader: Any, how: InputSpec) -> Iterator[pa.Tab
         null) and ``pixels`` (the bytes of the uint8 pixels). The last chunk may have
         fewer rows.
     """
-    import ray
-
     torch.set_num_threads(1)
     images: Images
     if reader is None:
         images = InMemory(from_columns(block, None))
     else:
-        images = ray.get(reader).take(block["number"].to_numpy())
+        images = reader.take(block["number"].to_numpy())
     names, first = block.select(["id", "label"]), block["row"][0].as_py()
     for chunk in split_chunks(names, images, first, how):
         facts, pixels = decode_chunk(chunk, how, 1)
@@ -351,11 +306,11 @@ def decode_part(block: pa.Table, reader: Any, how: InputSpec) -> Iterator[pa.Tab
 
 
 class Scorer:
-    """The model of a Ray actor that classifies images.
+    """A Ray actor that loads a model on its own node, and classifies images.
 
     Args:
-        device: The device of the model.
-        threads: The number of threads of torch.
+        config: The configuration of the run.
+        resources: The resources of the actor (``CPU``, ``GPU``).
         files: The reference to the files of the model, their content by name.
         embedding: Whether to return the features of the encoder, too.
         precision: The precision in which OpenVINO computes the encoder on a CPU; None
@@ -364,15 +319,17 @@ class Scorer:
 
     def __init__(
         self,
-        device: str,
-        threads: int,
+        config: Config,
+        resources: dict[str, float],
         files: Any,
         embedding: bool,
         precision: Precision | None,
     ) -> None:
         import ray
 
+        threads = threads_of_actor(config, resources)
         torch.set_num_threads(threads)
+        device = "cuda" if "GPU" in resources else "cpu"
         self._model, self._embedding = (
             build_classifier(ray.get(files), device),
             embedding,

@@ -259,19 +259,21 @@ def shared_tensor(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array)
 
 
-def image_block(images: Images, rows: np.ndarray) -> pa.Table:
+def image_block(images: Images, rows: np.ndarray, **columns: Any) -> pa.Table:
     """Return some images as the Arrow table that is sent to a decoding task.
 
     Args:
         images: The images of all rows of the run, encoded.
         rows: int64 (n,), the row numbers of the images to send.
+        **columns: Further columns by name. A column ``row`` replaces the row numbers.
 
     Returns:
-        A table with a row for each image: ``row``, its row number; and either
-        ``number``, under which a reader finds the image, or ``image`` and ``shape``,
-        its encoded bytes, pixels or path, see :func:`~uno.data.images.to_columns`.
+        A table with a row for each image: ``row``, its row number; the further columns;
+        and either ``number``, under which a reader finds the image, or ``image`` and
+        ``shape``, its encoded bytes, pixels or path, see
+        :func:`~uno.data.images.to_columns`.
     """
-    return pa.table({"row": pa.array(rows), **to_columns(images, rows)})
+    return pa.table({"row": rows, **columns, **to_columns(images, rows)})
 
 
 def decode_block(

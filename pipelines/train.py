@@ -199,6 +199,8 @@ def train_loop(loop: dict[str, Any]) -> dict[str, Any]:
     import ray.train
     from ray.train.collective import broadcast_from_rank_zero
 
+    from pipelines.failures import Preempted
+
     config, messages = Config.model_validate(loop["config"]), loop["messages"]
     context = ray.train.get_context()
     token = messages.begin() if context.get_world_rank() == 0 else None
@@ -207,32 +209,6 @@ def train_loop(loop: dict[str, Any]) -> dict[str, Any]:
     worker = RayWorker(storage, messages)
     neighbors = context.get_local_world_size()
     torch.set_num_threads(rank_threads(config, worker.device, neighbors))
-    return train_rank(config, loop, worker, storage)
-
-
-def train_rank(
-    config: Config, loop: dict[str, Any], worker: RayWorker, storage: ClaimedStorage
-) -> dict[str, Any]:
-    """Train all phases of a run on this rank, and evaluate the run.
-
-    Args:
-        config: The configuration of the run.
-        loop: The argument of :func:`train_loop`. Of its values "phases", "evaluate",
-            "num_true", "worker_cpus" and the references to the data are read.
-        worker: This rank.
-        storage: The directory of the run, which can be written while the lock has the
-            token of this group.
-
-    Returns:
-        ``{"metrics": metrics by name}``, which are empty if the run is not evaluated;
-        or ``{"interrupted": reason}`` if the user has asked to stop and a checkpoint is
-        saved.
-
-    Raises:
-        Preempted: A node is being drained. A checkpoint is saved.
-    """
-    from pipelines.failures import Preempted
-
     train, truth = ray_data.worker_sets(config, loop, storage)
     train = train.to(worker.device)
     try:
@@ -244,11 +220,8 @@ def train_rank(
         return {"interrupted": str(stop)}
     if not loop["evaluate"]:
         return {"metrics": {}}
-    return {
-        "metrics": evaluate_run(
-            config, storage, train, truth(), loop["num_true"], worker
-        )
-    }
+    num_true = loop["num_true"]
+    return {"metrics": evaluate_run(config, storage, train, truth(), num_true, worker)}
 
 
 def rank_threads(config: Config, device: torch.device, neighbors: int) -> int:
@@ -311,9 +284,7 @@ def run_on_ray(run: Run, show: Show) -> dict[str, float]:
         )
         until = own if streams or trains_on_features(config) else run.cleanup
         ray = until.enter_context(connected)
-        resources = nodes.wait_for_resources(
-            config, stopping.is_set, nodes.startup_timeout_s(config)
-        )
+        resources = nodes.wait_for_resources(config, stopping.is_set)
         nodes.check_shares(config, resources)
         if streams:
             resources = nodes.with_decoding(config, resources)

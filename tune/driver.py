@@ -6,6 +6,7 @@ any moment. Trials with a result are not run again, unfinished ones resume at th
 epoch, and early stopping and Optuna are told the earlier results.
 """
 
+import json
 import logging
 import math
 import os
@@ -25,7 +26,7 @@ from pipelines.features import compute_on_ray
 from pipelines.options import Options
 from pipelines.tasks import run_tasks, wait_for_task
 from tune import AGREEMENT, FOLDS, SCORES, records, report, spaces
-from tune.records import FAILED, FINISHED, SETTINGS, PartStorage, Trial
+from tune.records import FAILED, FINISHED, LOGGED, SETTINGS, PartStorage, Trial
 from tune.score import FoldRows, SweepData, Unread, make_folds, sweep_data
 from tune.trial import (
     Sweep,
@@ -52,7 +53,7 @@ from uno.encoders.weights import PRETRAINED, PRETRAINED_FILE, is_file
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
 from uno.methods import load
 from uno.model import num_heads
-from uno.runs import DISCOVER, LOGGERS_FOLDER, RAY_FOLDER, directory, lock, run
+from uno.runs import DISCOVER, RAY_FOLDER, directory, lock, run
 from uno.runs.hardware import num_threads
 from uno.runs.lock import RunLock
 from uno.session.configure import leaves_method_open
@@ -68,27 +69,17 @@ from uno.session.data import (
 from uno.session.derive import derive_settings, derives_batch, keep_derived
 from uno.session.loggers import Loggers, require_loggers
 from uno.session.prepare import check_data, starting_weights, with_full_path
-from uno.session.resources import check_memory, choose_for_sweep
+from uno.session.resources import (
+    FreeMemory,
+    check_memory,
+    choose_loading,
+    free_memory,
+)
 from uno.text import plural
 
 STOPPING = "stopping; run the same command again to resume the unfinished trials"
 # Trials may have a GPU that this process lacks.
 HERE = {"compute.device": "auto"}
-
-
-def main(options: Options) -> int:
-    """Run or continue a sweep, and return the exit code 0.
-
-    With ``--report`` only the report of a sweep is written and printed, with the
-    results so far. A problem raises an error, see :func:`run_sweep`.
-
-    Args:
-        options: The parsed command line of ``uno tune``.
-    """
-    if options.args.report:
-        return report_on(str(options.config.output))
-    sweep = sweep_options(options)
-    return run_sweep(sweep)
 
 
 def sweep_options(options: Options) -> SweepOptions:
@@ -135,8 +126,8 @@ def sweep_options(options: Options) -> SweepOptions:
     )
 
 
-def run_sweep(options: SweepOptions) -> int:
-    """Run the missing trials of a sweep, write its results, and return the exit code 0.
+def run_sweep(options: SweepOptions) -> None:
+    """Run the missing trials of a sweep, and write its results.
 
     A trial is missing if it has no result yet; a failed one has a result. The directory
     is locked. Its files are ``sweep.yaml``, one folder for each trial, ``sweep.jsonl``,
@@ -212,7 +203,6 @@ def run_sweep(options: SweepOptions) -> int:
             f"every trial failed, so there is no best.yaml; first reason: {first}"
         )
     print_line(f"\n{report.format_table(summary)}\n\nresults in {storage.uri}")
-    return 0
 
 
 def plan_folds(
@@ -254,12 +244,11 @@ def unread_data(task: Task) -> SweepData:
     return sweep_data(task, Unread(rows.images, rows.ids), np.ones(len(rows), bool))
 
 
-def report_on(output: str) -> int:
-    """Write the report of a sweep with the results so far, and return the exit code 0.
+def report_on(output: str) -> None:
+    """Write the report of a sweep with the results so far, and print it.
 
     Args:
-        output: The directory of the sweep, which is locked meanwhile. The report is
-            also printed.
+        output: The directory of the sweep, which is locked meanwhile.
 
     Raises:
         ConfigError: The directory holds no sweep, or another command holds it.
@@ -269,16 +258,16 @@ def report_on(output: str) -> int:
     with lock.lock_run(storage, on_wait=print_line) as claim:
         summary = report.write(claim.storage)
     print_line(f"{report.format_table(summary)}\n\nresults in {storage.uri}")
-    return 0
 
 
 def _tell_loggers(config: Config, claim: RunLock, summary: report.Summary) -> None:
     """Send the results of all trials to W&B, MLflow and TensorBoard, as configured.
 
     Each trial is a run of the sweep's group, and the best one is marked. TensorBoard's
-    files are in the folder of the trial. The epochs of a trial are not sent again if an
-    earlier command has made a run of W&B or MLflow for it; its score is. A logger that
-    raises an error is switched off with a warning.
+    files are in the folder of the trial. The score of a trial is sent by every command.
+    Its epochs are sent again only if the trial has more epochs or other loggers than
+    its ``logged.json`` says, which is written at the end. A logger that raises an error
+    is switched off with a warning.
 
     Args:
         config: The configuration of the sweep, which names the loggers.
@@ -288,13 +277,17 @@ def _tell_loggers(config: Config, claim: RunLock, summary: report.Summary) -> No
     for trial in summary.trials:
         storage = PartStorage(claim.storage, records.trial_name(trial.index))
         own = override(config, trial.overrides)
-        told = storage.list(LOGGERS_FOLDER)
         with Loggers(own, storage, group=split(claim.storage.uri)[1]) as loggers:
-            for line in () if told else trial.epochs:
-                loggers({**line, "phase": "tune", "step": line["epoch"]})
+            logged = {"epochs": trial.last_epoch, "loggers": loggers.names}
+            if output.read_mapping(storage, LOGGED) != logged:
+                for line in trial.epochs:
+                    loggers({**line, "phase": "tune", "step": line["epoch"]})
             loggers.results(
                 {"best": float(trial is summary.best), "score": trial.score}
             )
+        if loggers.names:  # those that raised no error
+            logged |= {"loggers": loggers.names}
+            storage.write(LOGGED, json.dumps(logged).encode())
 
 
 def load_data(
@@ -513,28 +506,25 @@ def open_sweep_data(options: SweepOptions) -> tuple[SweepOptions, Task]:
     Raises:
         ConfigError: A setting or the data is refused, or memory is too small.
     """
-    storage, config, given = (
-        Storage(str(options.config.output)),
-        options.config,
-        options.overrides,
-    )
-    began = (
-        records.read_settings(storage).get("config")
-        if storage.exists(SETTINGS)
-        else None
-    )
-    if began is not None:
-        config = keep_derived(
-            config, given, flatten(began) if isinstance(began, dict) else {}
-        )
+    storage = Storage(str(options.config.output))
+    config, given, began = options.config, options.overrides, None
+    if storage.exists(SETTINGS):
+        began = records.read_settings(storage).get("config")
+        stored = flatten(began) if isinstance(began, dict) else {}
+        config = keep_derived(config, given, stored)
     task = read_task(override(config, {"data.loading": "streaming"}).data)
     if began is None:
         values, lines = derive_settings(config, given, task)
         config, given = override(config, values), values | given
         for line in (*lines, *(f"warning: {line}" for line in task.rows.warnings)):
             print_line(line)
+    memory = free_memory(config)
     num_folds = options.folds if options.score == FOLDS else 1
-    loading, why = choose_for_sweep(config, len(task.rows), num_folds)
+    # This process and Ray's object store hold one copy of the images each, and a GPU
+    # holds one copy for each fold.
+    device = None if memory.device is None else memory.device // num_folds
+    share = FreeMemory(memory.host // 2, device)
+    loading, why = choose_loading(config, len(task.rows), share)
     if began is None:
         print_line(f"memory: {why}")
     config = override(config, {"data.loading": loading})

@@ -9,6 +9,7 @@ Only this module knows the layout of the directory of a sweep::
     trials/0007/failure.json     why it failed, written by the trial if it still could
     trials/0007/result.json      written last, by the driver: finished, stopped or
                                  failed
+    trials/0007/logged.json      how many of its epochs were sent, and to which loggers
     trials/0007/<fold>/          its checkpoints; deleted with the result
     pretrain/<hash>/             a pretraining, shared by the trials that do not change
                                  it
@@ -28,7 +29,7 @@ from uno.limits import MAX_STATE_BYTES
 from uno.runs.journal import read_journal
 from uno.runs.lock import ClaimedStorage
 
-SETTINGS = "sweep.yaml"
+SETTINGS, LOGGED = "sweep.yaml", "logged.json"
 FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
 
 

@@ -113,15 +113,16 @@ class FoldRows(NamedTuple):
         name: ``fold0``, ``fold1`` and so on; or ``real`` for the problem itself, in
             which no known class is hidden.
         train: The training rows, as :func:`~uno.data.splits.train_rows` returns them.
-        scored: The R rows on which a trial is scored, as three tensors (R,): row
-            numbers; classes in this problem, -1 if unknown; and whether the row is to
-            be discovered (True) or is a held-out row of a known class (False).
+        scored: The R rows on which a trial is scored, as tensors (R,): ``index``, their
+            row numbers; ``truth``, their classes in this problem, -1 if unknown; and
+            ``unlabeled``, whether a row is to be discovered (True) or is a held-out row
+            of a known class (False).
         hidden: The known classes that the fold hides and discovers; empty for ``real``.
     """
 
     name: str
     train: dict[str, Any]
-    scored: tuple[Tensor, Tensor, Tensor]
+    scored: dict[str, Tensor]
     hidden: tuple[int, ...] = ()
 
     @property
@@ -138,17 +139,14 @@ class Fold(NamedTuple):
     """One discovery problem that a trial solves, with its images.
 
     Attributes:
-        name: ``fold0``, ``fold1`` and so on; or ``real`` for the problem itself, in
-            which no known class is hidden.
+        rows: The problem as row numbers, with its name and its hidden classes.
         train: The training set.
         scored: The rows on which a trial is scored, with their true classes.
-        hidden: The known classes that the fold hides and discovers; empty for ``real``.
     """
 
-    name: str
+    rows: FoldRows
     train: TrainData
     scored: EvalData
-    hidden: tuple[int, ...] = ()
 
 
 def make_folds(
@@ -241,12 +239,12 @@ def _make_fold(
         "num_known": num_known,
         "num_novel": num_novel,
     }
-    return FoldRows(
-        name,
-        train,
-        (torch.from_numpy(rows), classes[rows], torch.from_numpy(novel[rows])),
-        hidden,
-    )
+    scored = {
+        "index": torch.from_numpy(rows),
+        "truth": classes[rows],
+        "unlabeled": torch.from_numpy(novel[rows]),
+    }
+    return FoldRows(name, train, scored, hidden)
 
 
 def open_folds(
@@ -275,25 +273,19 @@ def open_folds(
         streamed = StreamedImages.of(config, images, bad)
         return [
             Fold(
-                name,
-                stream_here(config, streamed, **train),
-                StreamedEvalSet(truth, rows, novel, streamed),
-                hidden,
+                rows,
+                stream_here(config, streamed, **rows.train),
+                StreamedEvalSet(**rows.scored, source=streamed),
             )
-            for name, train, (rows, truth, novel), hidden in folds
+            for rows in folds
         ]
     values = shared_tensor(source)
     blocks = RowBlocks([values])
     # For features this is the evaluation view.
     seen = RowBlocks([values if values.ndim == 4 else values[:, 0]])
     return [
-        Fold(
-            name,
-            train_set(blocks, **train),
-            EvalSet(truth, rows, novel, seen),
-            hidden,
-        )
-        for name, train, (rows, truth, novel), hidden in folds
+        Fold(rows, train_set(blocks, **rows.train), EvalSet(**rows.scored, images=seen))
+        for rows in folds
     ]
 
 

@@ -176,13 +176,17 @@ UNO = (
     "model.num_heads",
     "model.overcluster_factor",
 )
-MORE = (
-    "discover.base_lr",
-    "discover.weight_decay",
-    "augment.large.crop_scale",
-    "objective.sinkhorn_iters",
-)
-SPACES = {"uno": UNO, "full": (*UNO, *MORE, "augment.large.jitter")}
+SPACES = {
+    "uno": UNO,
+    "full": (
+        *UNO,
+        "discover.base_lr",
+        "discover.weight_decay",
+        "augment.large.crop_scale",
+        "objective.sinkhorn_iters",
+        "augment.large.jitter",
+    ),
+}
 """The keys of each named space, in the order in which their values are drawn.
 
 The domain of a key is declared in the schema, see

@@ -12,10 +12,6 @@ from pydantic import PositiveInt
 from pipelines.options import Argument, Command, parse, switch
 from tune import FOLDS, SCORES, spaces
 
-WHAT_SCORES = (
-    "What trials are compared by: folds (known classes hidden in turn) or agreement of"
-    " the heads."
-)
 TUNE = Command(
     "tune",
     {
@@ -33,7 +29,12 @@ TUNE = Command(
             Literal["random", "grid", "optuna"],
             "random",
         ),
-        "--score": Argument(WHAT_SCORES, Literal[*SCORES], FOLDS),
+        "--score": Argument(
+            "What trials are compared by: folds (known classes hidden in turn) or"
+            " agreement of the heads.",
+            Literal[*SCORES],
+            FOLDS,
+        ),
         "--folds": Argument("Sets of hidden classes in each trial.", PositiveInt, 2),
         "--hide": Argument(
             "Classes a fold hides; default: the novel share of all classes.", int | None
@@ -57,8 +58,8 @@ cluster decides. The same command again continues a sweep that was stopped or ki
 )
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run or continue the sweep of a command line, and return the exit code 0.
+def main(argv: Sequence[str]) -> None:
+    """Run or continue the sweep of a command line.
 
     With ``--report`` only the report of a sweep is written and printed, with the
     results so far. A problem raises an error.
@@ -69,4 +70,7 @@ def main(argv: Sequence[str]) -> int:
     options = parse(argv, TUNE)
     from tune import driver
 
-    return driver.main(options)
+    if options.args.report:
+        driver.report_on(str(options.config.output))
+    else:
+        driver.run_sweep(driver.sweep_options(options))

@@ -151,13 +151,14 @@ def run_trial(
     }
     for fold in folds:
         fold = fold._replace(train=fold.train.to(worker.device))
-        sizes = len(fold.train.labels), fold.train.num_unlabeled
-        steps = run.plans(config, *sizes, 1)[DISCOVER].steps_per_epoch
+        steps = run.plans(config, *fold.rows.sizes, 1)[DISCOVER].steps_per_epoch
         weights = config.model.weights or pretrained_directory(
             config, fold, worker, storage, folder
         )
         own = override(config, {"model.weights": weights, **rarely})
-        runs.append((own, fold, PartStorage(storage, f"{folder}/{fold.name}"), steps))
+        runs.append(
+            (own, fold, PartStorage(storage, f"{folder}/{fold.rows.name}"), steps)
+        )
     seconds()  # a pretraining has its own account
     for epoch in range(trial.last_epoch + 1, num_epochs + 1):
         parts = []
@@ -222,10 +223,10 @@ def _clock(worker: Worker) -> Callable[[], dict[str, float]]:
     return seconds
 
 
-def pretrain_key(config: Config, fold: Fold | FoldRows) -> str:
-    """Return a name that identifies the pretraining of a configuration on a fold.
+def pretrain_path(config: Config, fold: FoldRows) -> str:
+    """Return the path of a shared pretraining in the directory of the sweep.
 
-    Trials that have the same name here can share the pretraining: their settings of
+    Trials that have the same path here can share the pretraining: their settings of
     pretraining are equal, and the fold hides the same classes.
 
     Args:
@@ -233,16 +234,7 @@ def pretrain_key(config: Config, fold: Fold | FoldRows) -> str:
         fold: The discovery problem, with its hidden classes.
     """
     hidden = hashlib.sha256(json.dumps(fold.hidden).encode()).hexdigest()[:6]
-    return f"{run.hash_pretraining(config)}-{hidden}"
-
-
-def shared_name(key: str) -> str:
-    """Return the path of a shared pretraining, relative to the directory of the sweep.
-
-    Args:
-        key: The name of the pretraining, from :func:`pretrain_key`.
-    """
-    return f"pretrain/{key}"
+    return f"pretrain/{run.hash_pretraining(config)}-{hidden}"
 
 
 def pretrained_directory(
@@ -269,13 +261,12 @@ def pretrained_directory(
     Returns:
         The path or URI of the directory.
     """
-    key = pretrain_key(config, fold)
-    shared = PartStorage(storage, shared_name(key))
+    path = pretrain_path(config, fold.rows)
+    shared = PartStorage(storage, path)
     if shared.exists(DONE):
         return shared.uri
-    return pretrain(
-        config, fold, worker, PartStorage(storage, f"{trial_folder}/pretrain-{key}")
-    )
+    own = PartStorage(storage, f"{trial_folder}/{path.replace('/', '-')}")
+    return pretrain(config, fold, worker, own)
 
 
 def pretrain(config: Config, fold: Fold, worker: Worker, folder: Storage) -> str:
@@ -295,7 +286,7 @@ def pretrain(config: Config, fold: Fold, worker: Worker, folder: Storage) -> str
     seconds = _clock(worker)
     folder.write("config.yaml", dump_yaml(config).encode())
     run.pretrain(config, fold.train, worker, folder)
-    folder.write(DONE, json.dumps({"hidden": fold.hidden, **seconds()}).encode())
+    folder.write(DONE, json.dumps({"hidden": fold.rows.hidden, **seconds()}).encode())
     return folder.uri
 
 
@@ -303,12 +294,13 @@ class Pretraining(NamedTuple):
     """A pretraining from which one or more trials start.
 
     Attributes:
-        key: The name that identifies it, from :func:`pretrain_key`.
+        path: The path of its folder in the directory of the sweep, from
+            :func:`pretrain_path`.
         config: The configuration of the first trial that needs it.
         fold: The number of the fold whose labeled rows it trains on.
     """
 
-    key: str
+    path: str
     config: Config
     fold: int
 
@@ -342,13 +334,9 @@ def missing_pretrainings(
         num_labeled, num_unlabeled = fold.sizes
         with contextlib.suppress(ConfigError):  # the trial will fail by it
             run.plans(config, num_labeled, num_unlabeled, 1)
-            key = pretrain_key(config, fold)
-            found.setdefault(key, Pretraining(key, config, number))
-    return [
-        each
-        for each in found.values()
-        if not storage.exists(f"{shared_name(each.key)}/{DONE}")
-    ]
+            path = pretrain_path(config, fold)
+            found.setdefault(path, Pretraining(path, config, number))
+    return [job for job in found.values() if not storage.exists(f"{job.path}/{DONE}")]
 
 
 def run_pretraining(sweep: Sweep, job: Pretraining) -> None:
@@ -363,7 +351,7 @@ def run_pretraining(sweep: Sweep, job: Pretraining) -> None:
     """
     with contextlib.suppress(Exception):
         storage = ClaimedStorage(sweep.output, sweep.token)
-        folder = PartStorage(storage, shared_name(job.key))
+        folder = PartStorage(storage, job.path)
         fold, worker = _read_folds(sweep, folder)[job.fold], _local_worker(sweep)
         fold = fold._replace(train=fold.train.to(worker.device))
         pretrain(job.config, fold, worker, folder)

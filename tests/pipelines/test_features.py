@@ -28,7 +28,6 @@ from tests.pipelines.small import (
 )
 from tests.uno.models import write_digits
 from tests.uno.small_run import assert_same, frozen_encoder, small_config
-from uno.config import to_dict
 from uno.data import features as cached
 from uno.data.features import compute_local, feature_job
 from uno.data.files import Storage
@@ -334,6 +333,7 @@ def test_what_ray_does_with_chunks_gives_the_same_features(tmp_path, monkeypatch
     monkeypatch.setitem(
         sys.modules, "ray", SimpleNamespace(get=lambda reference: reference)
     )
+    monkeypatch.setattr("pipelines.features.threads_of_actor", lambda *_: 2)
     monkeypatch.setattr(cached, "CHUNK_ROWS", 32)
     config = small_config(
         model__finetune="none", augment__small__num_views=0, augment__num_cached_views=2
@@ -351,9 +351,7 @@ def test_what_ray_does_with_chunks_gives_the_same_features(tmp_path, monkeypatch
             k: v * weight if v.is_floating_point() else v
             for k, v in encoder.state_dict().items()
         }
-        actor = Featurizer(
-            "cpu", 2, (to_dict(config), safetensors.torch.save(state), None)
-        )
+        actor = Featurizer(config, {"CPU": 1.0}, safetensors.torch.save(state), None)
         chunks = decode_block(make_block(job, rows, 0, 96), config, None)
         results.append(actor(pa.concat_tables(chunks)))  # Ray joins them
     for number, chunk in enumerate(ours):

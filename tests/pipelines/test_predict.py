@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 import yaml
 
-from pipelines import backend, cli
+from pipelines import backend, cli, ray_env
 from tests.pipelines.small import refused, wait_for, write_images
 from tests.uno.data.builders import encoded, pixels
 from tests.uno.data.test_tar import write_tar
@@ -123,22 +123,22 @@ def test_workers_predict_the_rows_of_a_large_run(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "is_decoded", "is_cluster", "is_on_ray"),
+    ("num_rows", "is_decoded", "address", "is_on_ray"),
     [
-        (20_000, False, False, True),
-        (19_999, False, True, False),
-        (20_000, True, False, False),
-        (20_000, True, True, True),
+        (20_000, False, None, True),
+        (19_999, False, "head:6379", False),
+        (20_000, True, None, False),
+        (20_000, True, "head:6379", True),
     ],
 )
 def test_images_are_predicted_where_it_ends_sooner(
-    monkeypatch, num_rows, is_decoded, is_cluster, is_on_ray
+    monkeypatch, num_rows, is_decoded, address, is_on_ray
 ):
     """Kills: workers that start for a small run, or to decode images again that this
     machine has decoded.
     """
     ray = backend.RayBackend()
-    monkeypatch.setattr(ray, "is_cluster", lambda: is_cluster)
+    monkeypatch.setattr(ray_env, "cluster_address", lambda: address)
     task = Mock(rows=MagicMock())
     task.rows.__len__.return_value = num_rows
     decoded = torch.zeros(0, 3, 8, 8), []

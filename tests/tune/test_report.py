@@ -1,6 +1,7 @@
 """Tables, best.yaml and the page, from sweeps that never ran."""
 
 import json
+from contextlib import suppress
 
 import pytest
 from tensorboardX.proto.event_pb2 import Event
@@ -17,6 +18,7 @@ from uno.data.files import Storage
 from uno.errors import ConfigError
 from uno.presets import preset
 from uno.runs import lock
+from uno.session import loggers
 from uno.text import visible
 
 UNO = load_space("uno", preset("digits"))
@@ -189,7 +191,7 @@ def test_a_report_of_a_sweep_that_is_not_finished(storage, tmp_path, capsys):
     data, a directory that it makes.
     """
     words = ["--data", "folder:/nowhere", "--report", "--output"]
-    assert main([*words, str(tmp_path / "sweep")]) == 0
+    main([*words, str(tmp_path / "sweep")])
     assert "0 (yours)" in capsys.readouterr().out
     page = storage.read("sweep.html").decode()
     assert "unfinished" in page and not storage.exists("lock.json")
@@ -202,17 +204,16 @@ def test_tensorboard_and_jsonl_have_one_run_a_trial_and_the_best_is_marked(
     storage, options
 ):
     """Told twice, by another best trial the second time. Kills: a mark that stays, a
-    trial without a run.
+    trial without a run, epochs that are sent again.
     """
     config = override(options.config, {"train.report_to": "tensorboard,jsonl"})
+    first = report.read(storage).trials
     for best in (1, 5):
         scores = [line | {"score": 0.9} for line in records.read_epochs(storage, 5)]
         if best == 5:
             text = "".join(json.dumps(line) + "\n" for line in scores)
             storage.write("trials/0005/epochs.jsonl", text.encode())
-        with lock.lock_run(storage, on_wait=pytest.fail) as claim:
-            summary = report.write(claim.storage)
-            driver._tell_loggers(config, claim, summary)
+        summary = tell_loggers(config, storage)
         lines = [json.loads(line) for line in storage.read("sweep.jsonl").splitlines()]
         assert [line["trial"] for line in lines if line["best"]] == [best]
         assert lines[best]["values"] == summary.best.overrides
@@ -228,6 +229,67 @@ def test_tensorboard_and_jsonl_have_one_run_a_trial_and_the_best_is_marked(
             # the last value of a step is the one that TensorBoard shows
             found = {(phase, step, tag): value for phase, step, tag, value in told}
             assert found["results", 0, "best"] == (trial.index == best)
-            for line in trial.epochs:
+            if trial.epochs:
+                assert found["results", 0, "score"] == pytest.approx(trial.score)
+            for line in first[trial.index].epochs:
                 score = found["tune", line["epoch"], "score"]
                 assert score == pytest.approx(line["score"])
+
+
+def tell_loggers(config, storage) -> report.Summary:
+    with lock.lock_run(storage, on_wait=pytest.fail) as claim:
+        summary = report.write(claim.storage)
+        driver._tell_loggers(config, claim, summary)
+    return summary
+
+
+def test_epochs_are_sent_to_each_logger_once_also_after_an_interruption(
+    storage, options, monkeypatch
+):
+    """Kills: epochs that are never sent after a kill or an error of a logger, or to a
+    logger that is new; epochs that every command sends again.
+    """
+    sent, problems = [], {}
+
+    class Recorder:
+        def __init__(self, record):
+            record.key(self.name, lambda: "id")
+            self.trial = record.name.rpartition("-")[2]
+
+        def log(self, phase, step, values):
+            if error := problems.get((self.name, self.trial)):
+                raise error
+            if phase == "tune":
+                sent.append((self.name, self.trial, step))
+
+        def close(self, failed):
+            pass
+
+    for name in ("wandb", "mlflow"):
+        made = type(name, (Recorder,), {"name": name})
+        monkeypatch.setitem(loggers.LOGGERS, name, (name, made))
+
+    def tell(names):
+        """Send, and return which epochs were sent, sorted."""
+        sent.clear()
+        config = override(options.config, {"train.report_to": names})
+        with suppress(KeyboardInterrupt):
+            tell_loggers(config, storage)
+        return sorted(sent)
+
+    epochs = [
+        (f"{trial.index:04d}", line["epoch"])
+        for trial in report.read(storage).trials
+        for line in trial.epochs
+    ]
+    problems["wandb", "0001"] = KeyboardInterrupt()
+    before = [("wandb", *epoch) for epoch in epochs if epoch[0] == "0000"]
+    assert tell("wandb") == before
+    problems["wandb", "0001"] = OSError("down")
+    late = [("wandb", *epoch) for epoch in epochs if epoch[0] == "0001"]
+    expected = sorted({("wandb", *epoch) for epoch in epochs} - {*before, *late})
+    assert tell("wandb") == expected
+    problems.clear()
+    assert tell("wandb") == late and tell("wandb") == []
+    assert tell("wandb,mlflow")[: len(epochs)] == [("mlflow", *e) for e in epochs]
+    assert tell("wandb,mlflow") == []

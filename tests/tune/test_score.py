@@ -63,13 +63,14 @@ def test_a_fold_is_made_of_labeled_rows_alone(tmp_path):
     config = tiny_options(tmp_path).config
     data = tiny_data(config)
     for fold in folds_of(data, config):
-        visible = [c for c in range(5) if c not in fold.hidden]
+        visible = [c for c in range(5) if c not in fold.rows.hidden]
         rows = fold.scored.index.numpy()
         assert (data.labels[rows] >= 0).all() and not data.unlabeled[rows].any()
         assert (
-            np.array([*visible, *fold.hidden])[fold.scored.truth] == data.labels[rows]
+            np.array([*visible, *fold.rows.hidden])[fold.scored.truth]
+            == data.labels[rows]
         ).all()
-        hidden = np.isin(data.labels, fold.hidden)
+        hidden = np.isin(data.labels, fold.rows.hidden)
         assert len(fold.train.unlabeled_images) == hidden.sum()
         held_out = np.setdiff1d(rows, np.flatnonzero(hidden))
         assert (

@@ -19,7 +19,7 @@ from tests.pipelines.raylets import Command, head
 from tests.tune.tiny import TINY, fake_sweep, folds_of, tiny_data, tiny_options
 from tune import records
 from tune.driver import run_sweep
-from tune.trial import pretrain_key
+from tune.trial import pretrain_path
 from uno.config import override
 from uno.data.files import Storage
 from uno.data.output import read_mapping
@@ -72,9 +72,11 @@ def results(storage: Storage) -> list[dict]:
 
 
 def pretrainings(storage: Storage) -> dict[str, bytes]:
-    names = [f"pretrain/{key}/done.json" for key in storage.list("pretrain")]
+    paths = [f"pretrain/{name}" for name in storage.list("pretrain")]
     return {
-        name.split("/")[1]: storage.read(name) for name in names if storage.exists(name)
+        path: storage.read(f"{path}/done.json")
+        for path in paths
+        if storage.exists(f"{path}/done.json")
     }
 
 
@@ -100,7 +102,7 @@ def test_pretrainings_are_shared_and_failures_never_win(ray_cluster, tmp_path):
     options, storage = planned(
         tmp_path, trials, "--scheduler", "none", "--data.loading", "memory"
     )
-    assert run_sweep(options) == 0
+    run_sweep(options)
     found = results(storage)
     assert [r["status"] for r in found] == ["finished"] * 3 + ["failed"] * 2
     assert "finite" in found[3]["reason"] and "batch_size 5000" in found[4]["reason"]
@@ -108,7 +110,9 @@ def test_pretrainings_are_shared_and_failures_never_win(ray_cluster, tmp_path):
 
     folds = folds_of(tiny_data(options.config), options.config)
     configs = [override(options.config, t) for t in trials]
-    expected = {pretrain_key(config, fold) for config in configs[:4] for fold in folds}
+    expected = {
+        pretrain_path(config, fold.rows) for config in configs[:4] for fold in folds
+    }
     # temperatures .1, .2 and 1e-40, 2 folds; trial 4 raised before it pretrained
     assert len(expected) == 6
     assert pretrainings(storage).keys() == expected
@@ -140,7 +144,7 @@ def test_a_trial_outlives_its_process(ray_cluster, tmp_path):
 
     killer = threading.Thread(target=kill)
     killer.start()
-    assert run_sweep(options) == 0
+    run_sweep(options)
     killer.join()
     (before,) = killed
     assert [result["status"] for result in results(storage)] == ["finished"]
@@ -160,7 +164,7 @@ def test_more_trials_than_fit_and_stopping(ray_cluster, tmp_path):
     )
     found = []
     for _ in range(2):
-        assert run_sweep(options) == 0
+        run_sweep(options)
         found.append(
             [storage.read(f"{records.trial_name(i)}/result.json") for i in range(6)]
         )
@@ -274,7 +278,7 @@ def test_a_sweep_by_optuna_that_all_tools_read_back(ray_cluster, tmp_path, monke
     options = tiny_options(
         tmp_path / "s", *words.split(), "--report-to", "tensorboard,mlflow,jsonl"
     )
-    assert run_sweep(options) == 0
+    run_sweep(options)
     storage = Storage(str(tmp_path / "s"))
     trials = records.read_trials(storage)
     assert len({tuple(trial.overrides.values()) for trial in trials}) == 4

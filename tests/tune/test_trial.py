@@ -17,9 +17,8 @@ from tune.trial import (
     missing_pretrainings,
     note_failure,
     pretrain,
-    pretrain_key,
+    pretrain_path,
     pretrained_directory,
-    shared_name,
 )
 from uno.config import field_names, field_traits, override
 from uno.data.files import Storage
@@ -146,7 +145,7 @@ def test_pretraining_does_not_depend_on_the_keys_its_hash_leaves_out(
         )
         run.run_phase(config, run.PRETRAIN, fold.train, LocalWorker(CPU), storage)
         found.append(newest(storage, run.PRETRAIN))
-        keys.add(pretrain_key(config, fold))
+        keys.add(pretrain_path(config, fold.rows))
     assert_same(*found[:2])
     assert_same(*found[1:])
     assert len(keys) == 1
@@ -167,9 +166,9 @@ def test_pretraining_is_trained_once_for_each_fold_and_everything_else(
         options.config,
         *(override(options.config, {key: value}) for key, value in others.items()),
     ]
-    assert len({pretrain_key(config, fold) for config in changed}) == 7
+    assert len({pretrain_path(config, fold.rows) for config in changed}) == 7
     folds = folds_of(tiny_data(options.config), options.config)
-    assert len({pretrain_key(options.config, p) for p in folds}) == 2
+    assert len({pretrain_path(options.config, p.rows) for p in folds}) == 2
 
 
 def test_trials_share_the_pretrainings_that_their_values_leave_alone(
@@ -181,10 +180,10 @@ def test_trials_share_the_pretrainings_that_their_values_leave_alone(
     rows = make_folds(tiny_data(options.config), "folds", 1, 0)
     jobs = missing_pretrainings(options, rows, trials, storage)
     assert [job.config.model.width for job in jobs] == [4, 8]
-    worker, name = LocalWorker(CPU), shared_name(jobs[0].key)
+    worker, name = LocalWorker(CPU), jobs[0].path
     pretrain(jobs[0].config, fold, worker, PartStorage(storage, name))
     left = missing_pretrainings(options, rows, trials, storage)
-    assert [job.key for job in left] == [jobs[1].key]
+    assert left == [jobs[1]]
     found = [
         pretrained_directory(
             override(options.config, values), fold, worker, storage, "trials/0007"
@@ -192,7 +191,7 @@ def test_trials_share_the_pretrainings_that_their_values_leave_alone(
         for values in trials[:3]
     ]
     assert found[0] == found[1] == storage.below(name)
-    assert found[2] == storage.below(f"trials/0007/pretrain-{jobs[1].key}")
+    assert found[2] == storage.below(f"trials/0007/{jobs[1].path.replace('/', '-')}")
 
 
 def test_a_trial_that_dies_in_one_epoch_again_and_again_is_ended(options, storage):

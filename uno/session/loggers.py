@@ -349,6 +349,11 @@ class Loggers(AbstractContextManager["Loggers"]):
                 with self._switched_off_by_errors(name):
                     self._loggers[name] = make(record)
 
+    @property
+    def names(self) -> list[str]:
+        """The names of the loggers that are not switched off, in alphabetical order."""
+        return sorted(self._loggers)
+
     def __call__(self, metrics: Mapping[str, Any]) -> None:
         """Send a line of metrics to all loggers, unless it has no finite loss.
 

@@ -78,33 +78,30 @@ class TorchrunBackend(LocalBackend):
         self._store = distributed.rendezvous_store()
         self._job_is_sent = False
 
-    def lead_or_follow(self, command: Callable[["TorchrunBackend"], int]) -> int:
+    def lead_or_follow(self, command: Callable[["TorchrunBackend"], None]) -> None:
         """Run the command on rank 0, and help with it on the other ranks.
 
         If the command ends before it trains, the other ranks end, too.
 
         Args:
-            command: Takes this backend, and returns an exit code. Called on rank 0.
-
-        Returns:
-            The exit code of this rank: that of ``command`` on rank 0, and 0 on the
-            others. If this rank ends with an :class:`~uno.errors.UnoError` and another
-            rank has ended with one before, it is the exit code of the error.
+            command: Takes this backend. Called on rank 0.
 
         Raises:
             UnoError: The error of this rank, if no other rank has ended with an
                 UnoError before, or if that cannot be known because the store of
                 torchrun is gone. Errors of other classes are always raised.
+            SystemExit: This rank ends with an UnoError, and another rank has ended with
+                one before. The code is the exit code of the error.
         """
         try:
             if self.rank == 0:
-                return command(self)
-            self.follow()
-            return 0
+                command(self)
+            else:
+                self.follow()
         except UnoError as end:
             if self._is_first_to_end():
                 raise
-            return end.exit_code
+            raise SystemExit(end.exit_code) from None
         finally:
             if self.rank == 0 and not self._job_is_sent:
                 self._send_job(None)

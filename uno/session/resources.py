@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from uno.config import OWN_ENCODERS, Config, override
+from uno.config import OWN_ENCODERS, Config
 from uno.data.splits import Task
 from uno.encoders.build import build_encoder
 from uno.errors import ConfigError
@@ -211,33 +211,6 @@ def _image_budget(config: Config, memory: FreeMemory) -> tuple[float, str]:
         limits["the driver's memory"] = memory.driver / copies
     name = min(limits, key=lambda name: limits[name])
     return IMAGE_SHARE * limits[name], name
-
-
-def choose_for_sweep(
-    config: Config, num_rows: int, num_folds: int
-) -> tuple[Loading, str]:
-    """Choose whether the images of a sweep are kept in memory or streamed.
-
-    The trials share the images: this process and Ray's object store hold one copy each,
-    and a GPU holds one copy for each fold.
-
-    Args:
-        config: The configuration of the sweep. ``data.loading`` is the wish of the
-            user, or "auto".
-        num_rows: The number of images.
-        num_folds: The number of folds, each with other known classes hidden, that a
-            trial trains.
-
-    Returns:
-        The value for ``data.loading``, "memory" or "streaming", and a sentence that
-        gives the reason.
-
-    Raises:
-        ConfigError: The user wants to stream images that are needed in memory.
-    """
-    memory, local = free_memory(config), override(config, {"compute.num_workers": 0})
-    device = None if memory.device is None else memory.device // num_folds
-    return choose_loading(local, num_rows, FreeMemory(memory.host // 2, device))
 
 
 def store_bytes(config: Config, num_rows: int) -> int | None:
