@@ -141,10 +141,6 @@ class UnoModel(nn.Module):
                     module.weight.norm(dim=-1, keepdim=True).clamp_min_(1e-12)
                 )
 
-    def features(self, images: Tensor) -> Tensor:
-        """Compute the encoder's features (B, D) of normalized images (B, 3, S, S)."""
-        return self.encoder(images)
-
     def forward(self, views: Sequence[Tensor]) -> Logits:
         """Compute the logits of V views of the same B rows.
 
