@@ -582,8 +582,9 @@ def name_novel_classes(known: NDArray[Any], num_novel: int) -> NDArray[Any]:
 
     Returns:
         The names (C_u,). If the known classes are numbers: the integers that follow the
-        largest one, in the type of ``known``, or a wider one if they do not fit. Otherwise, also for booleans, the strings
-        ``"novel-1"``, ``"novel-2"``, ... of which names of known classes are left out.
+        largest one, in the type of ``known``, or a wider one if they do not fit.
+        Otherwise, also for booleans, the strings ``"novel-1"``, ``"novel-2"``, ... of
+        which names of known classes are left out.
     """
     if known.dtype.kind in "iuf":
         first = int(np.floor(known[-1])) + 1
