@@ -433,7 +433,7 @@ def find_hidden(
         [clusters[labels == c].bincount(minlength=num_clusters) for c in classes]
     )
     borders: dict[int, float] = {}
-    heights, f1 = list[float](), [_mean_f1(table, total)]
+    heights, f1 = list[float](), [class_f1(table, total)]
     for first, second, mixed, num_rows in merge_all(clustering, clusters, min_rows):
         is_real = num_rows >= min_rows
         owns = 2 * table[:, [first, second]] > total[[first, second]]
@@ -443,7 +443,7 @@ def find_hidden(
             counts[first] += counts[second]
             counts[second] = 0
         heights.append(mixed if is_real else CEILING)
-        f1.append(_mean_f1(table, total))
+        f1.append(class_f1(table, total))
     parts = [_halves_mixing(clustering, labels == c, seed) for c in classes]
     return Hidden(
         [mixed for mixed in parts if mixed is not None],
@@ -451,6 +451,23 @@ def find_hidden(
         _log_mixing(heights),
         np.array(f1),
     )
+
+
+def class_f1(table: NDArray[np.int64], totals: NDArray[np.int64]) -> float:
+    """Return the mean F1 score of classes that are matched with clusters, 0-1.
+
+    The F1 score of a class and a cluster is twice the number of their common rows,
+    divided by the sum of the rows of the class and of the cluster. Each class is
+    matched to one cluster so that the mean is largest. Too few clusters cost precision,
+    because rows of other classes join. Too many clusters cost recall.
+
+    Args:
+        table: Number of rows of each class in each cluster, (C, K). With C above K only
+            K classes are matched, and the mean is theirs.
+        totals: Number of all rows in each cluster, (K,).
+    """
+    f1 = 2 * table / np.maximum(table.sum(axis=1, keepdims=True) + totals, 1)
+    return float(f1[linear_sum_assignment(f1, maximize=True)].mean())
 
 
 def shortest_interval(
@@ -514,19 +531,6 @@ def _spread(rows: Tensor, max_rows: int) -> Tensor:
 def _log_mixing(values: Sequence[float]) -> NDArray[np.float64]:
     """Return the logarithms of mixings that are kept in ``FLOOR`` to ``CEILING``."""
     return np.log(np.clip(np.asarray(values, dtype=np.float64), FLOOR, CEILING))
-
-
-def _mean_f1(table: NDArray[np.int64], total: NDArray[np.int64]) -> float:
-    """Return the mean F1 (0 to 1) of classes under the best matching with clusters.
-
-    The matching is one to one.
-
-    Args:
-        table: Number of rows of each class in each cluster, (C, K).
-        total: Number of all rows of each cluster, (K,).
-    """
-    f1 = 2 * table / np.maximum(table.sum(axis=1, keepdims=True) + total, 1)
-    return float(f1[linear_sum_assignment(f1, maximize=True)].mean())
 
 
 def _halves_mixing(clustering: Clustering, members: Tensor, seed: int) -> float | None:
