@@ -150,7 +150,9 @@ def test_values_outside_a_domain_are_at_its_edge_trial_0_has_the_given():
     assert UNO[0].position(5.0) == 1 and UNO[2].position(1) == 0
     assert UNO[1].position(0.12) == pytest.approx(0.625)  # between .1 and .14
     assert Domain("discover.weight_decay", 1e-5, 1.0, "log").position(0.0) == 0
-    assert Domain("model.num_heads", choices=(4, 2, 1)).position(3) == pytest.approx(0.25)
+    assert Domain("model.num_heads", choices=(4, 2, 1)).position(3) == pytest.approx(
+        0.25
+    )
     assert spaces.current(UNO, DIGITS) == {
         "objective.epsilon": 0.05,
         "objective.temperature": 0.1,

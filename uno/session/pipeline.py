@@ -567,7 +567,9 @@ def show_results(storage: Storage, values: dict[str, float]) -> None:
                 )
                 pairs = table.filter(is_kind)["class_name"].value_counts().to_pylist()
                 if counts := {pair["values"]: pair["counts"] for pair in pairs}:
-                    print_line(f"no label in training, {title}: {format_counts(counts)}")
+                    print_line(
+                        f"no label in training, {title}: {format_counts(counts)}"
+                    )
                 if kind == "novel":
                     novel = min(
                         counts, key=lambda name: (len(name), name), default=novel
