@@ -32,11 +32,11 @@ class Logits(NamedTuple):
             no projection heads.
     """
 
-    known: Tensor  # (V, B, C_l)
-    novel: Tensor | None  # (V, H, B, C_u)
-    over: Tensor | None  # (V, H, B, m C_u)
-    features: Tensor | None = None  # (V, B, D)
-    directions: Tensor | None = None  # (V, H or 2H, B, P)
+    known: Tensor
+    novel: Tensor | None
+    over: Tensor | None
+    features: Tensor | None = None
+    directions: Tensor | None = None
 
 
 class UnoModel(nn.Module):

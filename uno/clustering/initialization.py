@@ -44,10 +44,9 @@ class FeatureClusters(NamedTuple):
             positive and sum to one.
     """
 
-    assignment: Tensor  # int64 (N_u,), the cluster of each unlabeled row
-    # (K, D), the mean direction of each cluster's rows; for GCD with the labeled rows
+    assignment: Tensor
     centers: Tensor
-    prior: Tensor  # (K,), positive shares of the unlabeled rows, which sum to one
+    prior: Tensor
 
 
 def cluster_features(
@@ -301,9 +300,9 @@ class Sample(NamedTuple):
         unlabeled: Features of the unlabeled rows, (N_u, D).
     """
 
-    labeled: Tensor  # (N_l, D)
-    labels: Tensor  # (N_l,)
-    unlabeled: Tensor  # (N_u, D)
+    labeled: Tensor
+    labels: Tensor
+    unlabeled: Tensor
 
 
 def training_features(config: Config, model: UnoModel, train: TrainData) -> Sample:
