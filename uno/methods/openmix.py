@@ -92,7 +92,7 @@ class OpenMix(Method):
         logits = forward(
             state, batch._replace(views=[*batch.views[:2], mixed], num_large=3)
         )
-        assert logits.novel is not None and logits.features is not None
+        assert logits.novel is not None
         known, novel = logits.known, logits.novel[:, 0]
         similar = similar_by_cosine(
             logits.features[0, num_labeled:], config.method_options.threshold
