@@ -29,7 +29,7 @@ from torch import Tensor
 
 from uno import distributed
 from uno.clustering.initialization import cluster_features, training_features
-from uno.config import Config, field
+from uno.config import Config
 from uno.data.stream import TrainData
 from uno.methods import Method, rs
 from uno.methods.common import similar_by_cosine
@@ -41,14 +41,6 @@ BETA = 1.0
 WEIGHT = 1.0
 
 
-class Constants(rs.Consistency):
-    """Constants of OpenMix."""
-
-    threshold: float = field(
-        0.95, "Cosine above which two images count as of one class.", ge=-1, le=1
-    )
-
-
 class OpenMix(Method):
     """OpenMix: learn from pairs of unlabeled rows and from mixed images.
 
@@ -57,7 +49,7 @@ class OpenMix(Method):
     """
 
     name = "openmix"
-    constants = Constants
+    constants = rs.CosineConstants
     constants_of_preset = rs.SETTINGS
 
     def loss(self, state: TrainState, batch: Batch, config: Config) -> Tensor:
