@@ -32,7 +32,7 @@ from uno.clustering.initialization import cluster_features, training_features
 from uno.config import Config
 from uno.data.stream import TrainData
 from uno.methods import Method, rs
-from uno.methods.common import similar_by_cosine
+from uno.methods.common import sigmoid_rampup, similar_by_cosine
 from uno.model import UnoModel
 from uno.steps import Batch, TrainState, forward
 
@@ -99,7 +99,8 @@ class OpenMix(Method):
         )
         # the mean is over all rows, also over those that do not count
         mixed_loss = ((joint - targets).square().sum(dim=1) * counts).mean()
-        return pair_loss + WEIGHT * rs.rampup_factor(state, config) * mixed_loss
+        ramp = sigmoid_rampup(state.progress, config.method_options.rampup)
+        return pair_loss + WEIGHT * ramp * mixed_loss
 
     @torch.no_grad()
     def initialize(

@@ -190,7 +190,9 @@ def loss_of_pairs(
     """
     tau, unlabeled = config.objective.temperature, slice(len(labels), None)
     first, second = (novel[:, unlabeled] / tau).softmax(dim=-1)
-    weight = config.method_options.consistency_weight * rampup_factor(state, config)
+    constants = config.method_options
+    ramp = sigmoid_rampup(state.progress, constants.rampup)
+    weight = constants.consistency_weight * ramp
     return (
         labeled_loss(known, labels, tau)
         + pair_likelihood_loss(
@@ -206,20 +208,6 @@ def num_top(num_features: int) -> int:
     It is the authors' share of the features, 5 of 512, but at least 1.
     """
     return max(1, round(TOP * num_features / OF))
-
-
-def rampup_factor(state: TrainState, config: Config) -> float:
-    """Return the factor of a loss weight that rises over the phase.
-
-    It is the sigmoid ramp-up :func:`uno.methods.common.sigmoid_rampup`, from 0.0067 to
-    1.
-
-    Args:
-        state: The state of training, which has the progress of the phase, 0-1.
-        config: The configuration. The method's constant ``rampup`` is the share of the
-            phase after which the factor is 1.
-    """
-    return sigmoid_rampup(state.progress, config.method_options.rampup)
 
 
 def consistency_loss(logits: Tensor, temperature: float) -> Tensor:
