@@ -31,6 +31,7 @@ from torch import Tensor
 from uno import distributed
 from uno.config import Config
 from uno.data.stream import TrainData
+from uno.errors import ConfigError
 from uno.heads import unit
 from uno.methods import rs
 from uno.methods.common import feature_contrast_loss, forward_two_views
@@ -94,10 +95,17 @@ class Jia(rs.ContrastMethod):
 
         Returns:
             "windows", H = 512 random windows of k = 4 indices of features, int64 (H,
-            k). A window has no feature twice. D must be at least 4, which is not
-            checked.
+            k). A window has no feature twice.
+
+        Raises:
+            ConfigError: There are fewer than k features.
         """
         width = model.known.weight.shape[1]
+        if width < WINDOW:
+            raise ConfigError(
+                f"method jia compares {WINDOW} features at a time, but the encoder has"
+                f" only {width}; use a wider encoder or another --method"
+            )
         generator = torch.Generator().manual_seed(config.seed)
         order = torch.rand(NUM_WINDOWS, width, generator=generator).argsort(dim=1)
         return {"windows": order[:, :WINDOW].to(model.known.weight.device)}
