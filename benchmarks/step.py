@@ -191,7 +191,7 @@ def parts(
         torch.no_grad(),
         torch.autocast(state.device.type, torch.bfloat16, enabled=state.autocast),
     ):
-        features = torch.cat([model.features(view) for view in batch.views]).float()
+        features = torch.cat([model.encoder(view) for view in batch.views]).float()
         logits = model.heads(features, num_views)
 
     def heads() -> None:

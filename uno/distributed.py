@@ -247,13 +247,12 @@ def broadcast_from_rank0(tensor: Tensor) -> Tensor:
 
     Args:
         tensor: On rank 0 the tensor to send. On other workers a tensor of the same
-            shape and type, whose values do not matter.
+            shape and type, whose values do not matter. It may be overwritten.
     """
-    # For tensors that are not contiguous gloo returns wrong sums without an error.
     tensor = tensor.contiguous()
-    return all_reduce_sum_(
-        tensor if rank_and_world()[0] == 0 else torch.zeros_like(tensor)
-    )
+    if in_group():
+        dist.broadcast(tensor, 0)
+    return tensor
 
 
 class RankTask(NamedTuple):
@@ -321,22 +320,18 @@ def compute_on_rank0(
     rank, world = rank_and_world()
     if world == 1:
         return function()
-    data = b""
+    content = [b""]
 
     def work() -> None:
-        """Compute the tensors, and store them as bytes in ``data``."""
-        nonlocal data
+        """Compute the tensors, and store them as bytes in ``content``."""
         layout = torch.contiguous_format
-        data = safetensors.torch.save(
+        content[0] = safetensors.torch.save(
             {name: t.clone(memory_format=layout) for name, t in function().items()}
         )
 
     _work_together(work if rank == 0 else lambda: None, device)
-    size = int(all_reduce_sum_(torch.tensor([len(data)], device=device)))
-    content = torch.zeros(size, dtype=torch.uint8, device=device)
-    if rank == 0:
-        content.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    return safetensors.torch.load(all_reduce_sum_(content).cpu().numpy().tobytes())
+    dist.broadcast_object_list(content, device=device)
+    return safetensors.torch.load(content[0])
 
 
 def _work_together(work: Callable[[], None], device: torch.device) -> None:

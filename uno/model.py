@@ -25,18 +25,17 @@ class Logits(NamedTuple):
         novel: (V, H, B, C_u), of the cluster heads; None if the model has no novel
             head.
         over: (V, H, B, m C_u), of the overclustering heads; None if the model has none.
-        features: (V, B, D), the features of the encoder, before the adapter. The model
-            always returns them.
+        features: (V, B, D), the features of the encoder, before the adapter.
         directions: (V, H or 2H, B, P), the projections of the cluster heads, then of
             the overclustering heads, at length one and detached; None if the model has
             no projection heads.
     """
 
-    known: Tensor  # (V, B, C_l)
-    novel: Tensor | None  # (V, H, B, C_u)
-    over: Tensor | None  # (V, H, B, m C_u)
-    features: Tensor | None = None  # (V, B, D)
-    directions: Tensor | None = None  # (V, H or 2H, B, P)
+    known: Tensor
+    novel: Tensor | None
+    over: Tensor | None
+    features: Tensor
+    directions: Tensor | None = None
 
 
 class UnoModel(nn.Module):
@@ -140,10 +139,6 @@ class UnoModel(nn.Module):
                 module.weight.div_(
                     module.weight.norm(dim=-1, keepdim=True).clamp_min_(1e-12)
                 )
-
-    def features(self, images: Tensor) -> Tensor:
-        """Compute the encoder's features (B, D) of normalized images (B, 3, S, S)."""
-        return self.encoder(images)
 
     def forward(self, views: Sequence[Tensor]) -> Logits:
         """Compute the logits of V views of the same B rows.
@@ -282,8 +277,7 @@ def features_of(model: UnoModel, images: Tensor | RowBlocks, config: Config) -> 
     if images.ndim < 4:
         plain = images[:, 0] if images.ndim == 3 else images[:]
         return plain.float().to(model.known.weight.device)
-    parts = [
-        forward(model, part, config).features
-        for part in images.split(config.train.eval_batch_size)
-    ]
-    return torch.cat([part[0].float() for part in parts if part is not None])
+    parts = images.split(config.train.eval_batch_size)
+    return torch.cat(
+        [forward(model, part, config).features[0].float() for part in parts]
+    )

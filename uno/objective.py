@@ -12,6 +12,7 @@ from torch import Tensor
 
 from uno import distributed
 from uno.config import Config, ObjectiveConfig
+from uno.model import Logits
 from uno.steps import Batch, Loss, TrainState, forward
 
 
@@ -232,7 +233,13 @@ def global_targets(
     return targets
 
 
-def unified_objective(state: TrainState, batch: Batch, config: Config) -> Loss:
+def unified_objective(
+    state: TrainState,
+    batch: Batch,
+    config: Config,
+    logits: Logits | None = None,
+    past: Sequence[Tensor] | None = None,
+) -> Loss:
     """Compute the unified objective of one batch (Eq. 1-5).
 
     The loss is the mean over families and heads (Sec. 3.3). In the GCD setting the
@@ -245,25 +252,30 @@ def unified_objective(state: TrainState, batch: Batch, config: Config) -> Loss:
             class prior, if the run has one.
         batch: The views of this worker's rows, labeled rows first.
         config: The configuration of the run.
+        logits: The outputs of the network for the batch, from
+            :func:`uno.steps.forward`. None to compute them here.
+        past: Cosines of rows of earlier batches, which Sinkhorn sees in addition, as in
+            :func:`global_targets`. None if there are no such rows.
 
     Returns:
         The total loss of this worker's rows, a scalar with gradient; and the loss of
         each cluster head (H,), without the overclustering heads.
     """
-    logits, objective = forward(state, batch), config.objective
+    if logits is None:
+        logits = forward(state, batch)
     assert logits.novel is not None
+    objective, labels = config.objective, batch.labels
     families = [logits.novel] if logits.over is None else [logits.novel, logits.over]
-    rows = batch.num_large, len(batch.labels)
-    prior = state.extra.get("prior")
     targets = global_targets(
-        families, *rows, objective, known=logits.known, prior=prior
+        families,
+        batch.num_large,
+        len(labels),
+        objective,
+        past,
+        logits.known,
+        state.extra.get("prior"),
     )
     losses = discovery_loss(
-        logits.known,
-        families,
-        batch.labels,
-        targets,
-        objective.temperature,
-        objective.concat,
+        logits.known, families, labels, targets, objective.temperature, objective.concat
     )  # (families, H)
     return Loss(losses.mean(), losses[0])

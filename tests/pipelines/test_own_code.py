@@ -47,17 +47,24 @@ OWN = ["--method", "my_method:METHOD"]
 SHORT = ["--pretrain.epochs", "1", "--discover.epochs", "1"]
 
 
+def _forget_own_code() -> None:
+    """Let methods and pretext tasks be loaded as in a new process."""
+    for function in (uno.methods.load, uno.methods.load_pretext):
+        function.cache_clear()
+    uno.methods._own_methods.clear()
+
+
 @pytest.fixture
 def here(tmp_path, monkeypatch) -> Path:
     """A working directory with both, which no other test has imported."""
     shutil.copy(ROOT / "examples" / "my_method.py", tmp_path)
     (tmp_path / "my_pretext.py").write_text(PRETEXT)
     monkeypatch.chdir(tmp_path)
-    for function in (uno.methods.load, uno.methods.load_pretext):
-        function.cache_clear()
+    _forget_own_code()
     yield tmp_path
-    for name in ("my_method", "my_pretext", "my_encoder", "my_layers"):
-        sys.modules.pop(name, None)
+    _forget_own_code()
+    for name in ("method", "alias", "copy", "pretext", "encoder", "layers"):
+        sys.modules.pop(f"my_{name}", None)
 
 
 def test_a_run_from_its_pretext_task_to_predictions(here, capsys):
@@ -188,6 +195,17 @@ def test_mistakes_are_one_line(here, capsys, words, says):
     line = refused(capsys, 2, "discover", "--data", "digits", "--output", "x", *words)
     assert re.search(says, line), line
     assert not (here / "x").exists()
+
+
+def test_two_methods_with_one_name_are_refused(here):
+    """Kills: the section of one method that is read by the constants of the other."""
+    method = uno.methods.load("my_method:METHOD")
+    (here / "my_alias.py").write_text("from my_method import METHOD")
+    assert uno.methods.load("my_alias:METHOD") is method
+    (here / "my_copy.py").write_text((here / "my_method.py").read_text())
+    with pytest.raises(ConfigError, match=r"my_copy:METHOD: another .*'distill'"):
+        uno.methods.load("my_copy:METHOD")
+    assert uno.methods.section_model("distill") is method.constants
 
 
 def test_code_in_a_directory_of_unknown_origin_is_not_imported(

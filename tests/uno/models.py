@@ -62,7 +62,7 @@ def _spread_prototypes_(model: UnoModel, config: Config) -> None:
     digits = torch.from_numpy(read_digits().images.items[:40]).permute(0, 3, 1, 2) / 255
     size = config.data.stored_size
     images = F.interpolate(digits, size=(size, size), mode="bilinear")
-    features = model.features(normalize(images, config.data.mean, config.data.std))
+    features = model.encoder(normalize(images, config.data.mean, config.data.std))
     inputs = F.normalize(features, dim=-1) if model.normalize_input else features
     for head, points in (
         (model.known, features),

@@ -1,5 +1,7 @@
 """The number of classes of frozen features, on synthetic classes and by hand."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from benchmarks.numbers import fit_model
 from uno.clustering.kmeans import FREE
 from uno.clustering.num_classes import (
     Model,
+    class_f1,
     estimate_num_classes,
     find_signs,
     hidden_classes,
@@ -150,3 +153,25 @@ def test_a_model_that_was_fitted_finds_numbers_again():
     assert np.mean(inside) > 0.88
     exact = [e.num_novel == t for e, t in zip(found, truth, strict=True)]
     assert np.mean(exact) > 0.9
+
+
+def test_class_f1_by_hand():
+    """Kills: accuracy for F1 (unlabeled rows that join cost nothing), greedy
+    pairing, plain counts.
+    """
+    assert class_f1(np.array([[10, 0, 0], [0, 10, 0]]), np.array([10, 10, 30])) == 1
+    assert class_f1(np.array([[10, 0], [0, 10]]), np.array([40, 10])) == pytest.approx(
+        (20 / 50 + 1) / 2
+    )
+    assert class_f1(np.array([[5, 5, 0]]), np.array([5, 5, 9])) == pytest.approx(
+        10 / 15
+    )
+    table, totals = np.array([[6, 5], [6, 0]]), np.array([12, 5])
+    assert class_f1(table, totals) == pytest.approx((10 / 16 + 12 / 18) / 2)
+    generator = np.random.default_rng(0)
+    for _ in range(20):
+        table = generator.integers(0, 9, (3, 5))
+        totals = table.sum(0) + generator.integers(0, 9, 5)
+        f1 = 2 * table / np.maximum(table.sum(1, keepdims=True) + totals, 1)
+        best = max(f1[range(3), p].mean() for p in itertools.permutations(range(5), 3))
+        assert class_f1(table, totals) == pytest.approx(best)

@@ -17,7 +17,10 @@ How well the result can be trusted is estimated from how far other clusterings o
 same rows agree with it (:func:`measure_agreement` and :mod:`uno.expectation`).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +49,7 @@ MAX_COMPARED_ROWS = 4_000  # unlabeled rows that other clusterings are compared 
 NUM_COMPARED_STARTS = 3  # of k-means for each other clustering
 NUM_HALVES = 2  # clusterings of a random half of the rows
 MAX_SIMILAR_PAIRS = 100  # of novel classes, that are kept for the report
+SMALL_FIRST = 1e3  # above every mixing, for clusters that merge first
 
 KMEANS, SMOOTHED, SPECTRAL = "k-means", "smoothed k-means", "spectral clustering"
 
@@ -383,20 +387,81 @@ class Clustering:
         return pairs[pairs[:, 2] > 0]
 
 
-def merge_clusters(
-    links: Tensor, sizes: Tensor, cosines: Tensor, num_known: int, num_merges: int
-) -> Tensor:
-    """Merge the two clusters with the most neighbors in each other, again and again.
+class Merge(NamedTuple):
+    """A merge of two clusters.
 
-    The pair with the highest mixing is merged. The mixing of two clusters is the number
-    of nearest neighbors that they have in each other, relative to a random division of
-    their rows, see :func:`uno.clustering.neighbors.compute_mixing`. A novel cluster
-    merges into a known or a novel one; two known clusters never merge. Empty clusters
-    are merged first. Pairs with a mixing of 0 are ordered by the cosine of their means.
+    Attributes:
+        first: The cluster that remains, with the rows of both. It has the lower number.
+        second: The other cluster, whose number is not used again.
+        closeness: The mixing of the two, plus at most 1e-6 for the cosine of their
+            means.
+        num_rows: Number of rows of the smaller of the two.
+    """
+
+    first: int
+    second: int
+    closeness: float
+    num_rows: int
+
+
+def merge_pairs(
+    links: Tensor, sizes: Tensor, cosines: Tensor, can_merge: Tensor, min_rows: float
+) -> Iterator[Merge]:
+    """Merge two clusters again and again, those that mix most first.
+
+    The mixing of two clusters is the number of nearest neighbors that they have in each
+    other, relative to a random division of their rows, see
+    :func:`uno.clustering.neighbors.compute_mixing`. Pairs with a mixing of 0 are
+    ordered by the cosine of their means. Clusters of less than ``min_rows`` rows merge
+    before all others.
 
     Args:
         links: At (a, b) the number of nearest neighbors of the rows of cluster a that
             are in cluster b, (K, K), of :func:`uno.clustering.neighbors.count_links`.
+        sizes: Number of rows of each cluster, (K,).
+        cosines: Cosines of the clusters' means, (K, K).
+        can_merge: At (a, b) with a < b whether cluster b may merge into cluster a, bool
+            (K, K). Other entries do not count.
+        min_rows: Number of rows from which on clusters merge in the order of their
+            mixing.
+
+    Yields:
+        The merges, until no pair is left. The arguments are not changed.
+    """
+    links, sizes = links.clone(), sizes.clone()
+    tie_breaker = 1e-6 * cosines.double()
+    is_small = sizes < min_rows
+    priority = compute_mixing(links, sizes) + tie_breaker
+    priority += SMALL_FIRST * (is_small[:, None] | is_small)
+    priority[~can_merge.triu(1)] = -torch.inf
+    while True:
+        first, second = divmod(int(priority.argmax()), len(sizes))
+        if priority[first, second] == -torch.inf:
+            return
+        closeness = mixing_of_cluster(links, sizes, first) + tie_breaker[first]
+        num_rows = int(min(sizes[first], sizes[second]))
+        yield Merge(first, second, float(closeness[second]), num_rows)
+        for sums in (links, links.T, sizes):
+            sums[first] += sums[second]
+            sums[second] = 0
+        priority[second] = priority[:, second] = -torch.inf
+        closeness = mixing_of_cluster(links, sizes, first) + tie_breaker[first]
+        closeness += SMALL_FIRST * ((sizes < min_rows) | (sizes[first] < min_rows))
+        for pairs in (priority[first], priority[:, first]):
+            pairs.copy_(closeness.where(pairs > -torch.inf, -torch.inf))
+
+
+def merge_clusters(
+    links: Tensor, sizes: Tensor, cosines: Tensor, num_known: int, num_merges: int
+) -> Tensor:
+    """Merge clusters until there are ``num_merges`` less, those that mix most first.
+
+    The order is that of :func:`merge_pairs`, with empty clusters first. A novel cluster
+    merges into a known or a novel one that has rows. Two known clusters never merge.
+
+    Args:
+        links: Numbers of nearest neighbors between clusters, (K, K), as in
+            :func:`merge_pairs`.
         sizes: Number of rows of each cluster, (K,).
         cosines: Cosines of the clusters' means, (K, K).
         num_known: Number of clusters of known classes, which come first.
@@ -408,35 +473,12 @@ def merge_clusters(
         remaining clusters are numbered from 0 in the same order, without a gap. The
         arguments are not changed.
     """
-    links, sizes = links.clone(), sizes.clone()
-    index = torch.arange(len(sizes))
-    target = index.clone()
-    left = torch.ones(len(sizes), dtype=torch.bool)
-    tie_breaker = 1e-6 * cosines.double()
-    # entry (a, b) counts where a < b and b is a novel cluster
-    closeness = compute_mixing(links, sizes) + tie_breaker
-    closeness[sizes == 0] = -torch.inf
-    closeness[:, sizes == 0] = torch.inf
-    closeness[:, :num_known] = -torch.inf
-    closeness[index <= index[:, None]] = -torch.inf
-    for _ in range(num_merges):
-        first, second = divmod(int(closeness.argmax()), len(sizes))
-        for sums in (links, links.T, sizes):
-            sums[first] += sums[second]
-            sums[second] = 0
-        target[target == second] = first
-        left[second] = False
-        closeness[second] = closeness[:, second] = -torch.inf
-        if sizes[first] > 0:
-            row = mixing_of_cluster(links, sizes, first) + tie_breaker[first]
-            later = left & (index > first) & (index >= num_known)
-            closeness[first, later] = row[later].masked_fill(
-                sizes[later] == 0, torch.inf
-            )
-            if first >= num_known:
-                earlier = left & (index < first) & (sizes > 0)
-                closeness[earlier, first] = row[earlier]
-    return (left.cumsum(0) - 1)[target]
+    target = torch.arange(len(sizes))
+    can_merge = (sizes > 0)[:, None] & (target >= num_known)
+    merges = merge_pairs(links, sizes, cosines, can_merge, min_rows=1)
+    for merge in islice(merges, num_merges):
+        target[target == merge.second] = merge.first
+    return target.unique(return_inverse=True)[1]
 
 
 def cluster_means(rows: Tensor, clusters: Tensor, num_clusters: int) -> Tensor:

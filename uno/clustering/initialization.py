@@ -4,7 +4,7 @@ Prototypes start at clusters of the features of the training rows.
 """
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,9 +25,6 @@ from uno.model import UnoModel, features_of
 NUM_STARTS = 10
 MAX_ROWS = 20_000  # of each kind that are clustered
 
-Kind = Literal["labeled", "unlabeled"]
-KINDS: tuple[Kind, ...] = ("labeled", "unlabeled")
-
 
 class FeatureClusters(NamedTuple):
     """A clustering of N_u unlabeled rows into K clusters, one for each output.
@@ -44,10 +41,9 @@ class FeatureClusters(NamedTuple):
             positive and sum to one.
     """
 
-    assignment: Tensor  # int64 (N_u,), the cluster of each unlabeled row
-    # (K, D), the mean direction of each cluster's rows; for GCD with the labeled rows
+    assignment: Tensor
     centers: Tensor
-    prior: Tensor  # (K,), positive shares of the unlabeled rows, which sum to one
+    prior: Tensor
 
 
 def cluster_features(
@@ -292,8 +288,8 @@ def _move_prototypes_(
 class Sample(NamedTuple):
     """Features of a sample of the training rows, D for each row.
 
-    :func:`sample_features` makes it, on the CPU, of about ``MAX_ROWS`` labeled rows and
-    at most as many unlabeled ones.
+    :func:`training_features` makes it, on the CPU, of about ``MAX_ROWS`` labeled rows
+    and at most as many unlabeled ones.
 
     Attributes:
         labeled: Features of the labeled rows, (N_l, D).
@@ -301,44 +297,15 @@ class Sample(NamedTuple):
         unlabeled: Features of the unlabeled rows, (N_u, D).
     """
 
-    labeled: Tensor  # (N_l, D)
-    labels: Tensor  # (N_l,)
-    unlabeled: Tensor  # (N_u, D)
+    labeled: Tensor
+    labels: Tensor
+    unlabeled: Tensor
 
 
-def training_features(config: Config, model: UnoModel, train: TrainData) -> Sample:
+def training_features(
+    config: Config, model: UnoModel, train: TrainData, with_unlabeled: bool = True
+) -> Sample:
     """Compute the encoder's features of a sample of the training rows.
-
-    The rows are evenly spaced, or whole groups of rows if images are streamed. Images
-    that cannot be read are left out. All workers call this, and each computes a part.
-
-    Args:
-        config: The configuration of the run.
-        model: The model. It is in eval mode meanwhile, and has its former mode
-            afterwards.
-        train: The training data.
-
-    Returns:
-        Features of at most about ``MAX_ROWS`` labeled rows, their classes, and features
-        of at most ``MAX_ROWS`` unlabeled rows; equal on all workers, on the CPU.
-
-    Raises:
-        ConfigError: No labeled or no unlabeled image can be read.
-    """
-    was_training = model.training
-    model.eval()
-    sample = sample_features(config, [model], train)[0]
-    model.train(was_training)
-    return sample
-
-
-def sample_features(
-    config: Config,
-    models: Sequence[UnoModel],
-    train: TrainData,
-    kinds: Sequence[Kind] = KINDS,
-) -> list[Sample]:
-    """Compute the features of a sample of the training rows, by several models.
 
     The rows are evenly spaced. Of streamed images that are stored together, such as in
     a row group, whole groups are taken. Images that cannot be read are left out. All
@@ -346,71 +313,64 @@ def sample_features(
 
     Args:
         config: The configuration of the run.
-        models: The models, in eval mode.
+        model: The model. It is in eval mode meanwhile, and has its former mode
+            afterwards.
         train: The training data.
-        kinds: ``("labeled", "unlabeled")``, or ``("labeled",)`` for no unlabeled rows.
+        with_unlabeled: Whether the sample has unlabeled rows.
 
     Returns:
-        One sample for each model, equal on all workers, on the CPU: features of at most
-        about ``MAX_ROWS`` labeled rows, their classes, and features of at most
-        ``MAX_ROWS`` unlabeled rows, (0, D) if ``kinds`` has no "unlabeled".
+        Features of at most about ``MAX_ROWS`` labeled rows, their classes, and features
+        of at most ``MAX_ROWS`` unlabeled rows, (0, D) without ``with_unlabeled``; equal
+        on all workers, on the CPU.
 
     Raises:
         ConfigError: No image of a kind can be read.
     """
     labeled_rows, unlabeled_rows = train.choose_rows(MAX_ROWS)
-    if "unlabeled" not in kinds:
+    if not with_unlabeled:
         unlabeled_rows = unlabeled_rows[:0]
     num_labeled, size = len(labeled_rows), config.train.eval_batch_size
     batches, read = train.plan_reading([labeled_rows, unlabeled_rows], size)
-    features, is_ok = compute_features_together(config, models, batches, read)
-    for kind, ok in (
-        ("labeled", is_ok[:num_labeled]),
-        ("unlabeled", is_ok[num_labeled:]),
-    ):
+    was_training = model.training
+    features, is_ok = compute_features_together(config, model.eval(), batches, read)
+    model.train(was_training)
+    is_labeled_ok, is_unlabeled_ok = is_ok[:num_labeled], is_ok[num_labeled:]
+    for kind, ok in (("labeled", is_labeled_ok), ("unlabeled", is_unlabeled_ok)):
         if len(ok) and not ok.any():
             raise ConfigError(f"no {kind} image can be read")
-    known_classes = train.labels.cpu()[torch.from_numpy(labeled_rows)]
-    is_labeled = torch.arange(len(is_ok)) < num_labeled
-    return [
-        Sample(
-            labeled=of_model.cpu()[is_ok & is_labeled],
-            labels=known_classes[is_ok[:num_labeled]],
-            unlabeled=of_model.cpu()[is_ok & ~is_labeled],
-        )
-        for of_model in features
-    ]
+    features = features.cpu()
+    return Sample(
+        labeled=features[:num_labeled][is_labeled_ok],
+        labels=train.labels.cpu()[torch.from_numpy(labeled_rows)][is_labeled_ok],
+        unlabeled=features[num_labeled:][is_unlabeled_ok],
+    )
 
 
 def compute_features_together(
-    config: Config,
-    models: Sequence[UnoModel],
-    batches: Sequence[np.ndarray],
-    read: Read,
-) -> tuple[list[Tensor], Tensor]:
-    """Compute features of n images with several models, on all workers together.
+    config: Config, model: UnoModel, batches: Sequence[np.ndarray], read: Read
+) -> tuple[Tensor, Tensor]:
+    """Compute the features of n images, on all workers together.
 
     Every worker calls this with the same arguments, and computes a part of the batches.
 
     Args:
         config: The configuration of the run, which says how images are normalized.
-        models: The models, in eval mode.
+        model: The model, in eval mode.
         batches: For each batch the numbers of its images, int64 (b,). All batches
             together have each number from 0 to n - 1 once.
         read: Takes some of the batches. For each it yields the images uint8 (b, 3, S,
             S) or features (b, D), and which of them could be read, bool (b,).
 
     Returns:
-        Two values, equal on all workers. The first has for each model the features of
-        all images, float32 (n, D), on the model's device. The second is a mask, bool
-        (n,) on the CPU, of the images that could be read. The features of the others
-        are zeros.
+        Two values, equal on all workers. The first has the features of all images,
+        float32 (n, D), on the model's device. The second is a mask, bool (n,) on the
+        CPU, of the images that could be read. The features of the others are zeros.
     """
     rank, world_size = distributed.rank_and_world()
     sizes = np.array([len(batch) for batch in batches], dtype=np.int64)
-    num_images, device = int(sizes.sum()), models[0].known.weight.device
-    widths = [int(model.encoder.num_features) for model in models]  # type: ignore[arg-type]
-    features = [torch.zeros(num_images, width, device=device) for width in widths]
+    num_images, device = int(sizes.sum()), model.known.weight.device
+    width = int(model.encoder.num_features)  # type: ignore[arg-type]
+    features = torch.zeros(num_images, width, device=device)
     is_ok = torch.zeros(num_images, device=device)
     # contiguous batches for each worker, with about equally many images
     middle = sizes.cumsum() - sizes / 2
@@ -421,10 +381,8 @@ def compute_features_together(
         if len(rows):
             is_ok[rows] = 1
             images = images if good.all() else images[torch.from_numpy(good)]
-            for model, of_model in zip(models, features, strict=True):
-                of_model[rows] = features_of(model, images, config)
-    for of_model in features:
-        distributed.all_reduce_sum_(of_model)
+            features[rows] = features_of(model, images, config)
+    distributed.all_reduce_sum_(features)
     return features, distributed.all_reduce_sum_(is_ok).cpu() > 0
 
 

@@ -32,9 +32,9 @@ class Clusters(NamedTuple):
         inertia: The sum of the squared distances of all rows to their centers.
     """
 
-    assignment: Tensor  # int64 (N,), the cluster of each row
-    centers: Tensor  # (K, D), in the type of the points
-    inertia: float  # sum of squared distances of all rows to their centers
+    assignment: Tensor
+    centers: Tensor
+    inertia: float
 
 
 def kmeans(points: Tensor, num_clusters: int, num_starts: int, seed: int) -> Clusters:

@@ -37,13 +37,14 @@ from uno.clustering.frozen import (
     SMOOTHED,
     Clustering,
     FrozenClusters,
+    Merge,
     cluster_means,
     fit_principal_space,
     fit_whitening,
+    merge_pairs,
 )
 from uno.clustering.kmeans import FREE, kmeans
 from uno.clustering.neighbors import (
-    compute_mixing,
     count_links,
     find_neighbors,
     mixing_of_cluster,
@@ -66,7 +67,6 @@ NEAR_SHARE = 0.5  # of these, from which on an unlabeled row counts as known
 MIN_ROWS = 20  # unlabeled rows that are left at least
 NUM_HEIGHTS = 3  # mixings between two merges at which hidden classes are compared
 FLOOR, CEILING = 0.01, 3.0  # mixings below and above count as these
-PRIORITY = 1e3  # above every mixing, for clusters that merge first
 # logarithm of a mixing between that of parts of one class and that of classes, where
 # hidden classes show none: about the mean of the tasks of benchmarks/numbers.py
 TYPICAL_REFERENCE = -2.2
@@ -117,22 +117,6 @@ class Model:
         low, high = shortest_interval(probabilities, self.level)
         median = MIN_NOVEL + int(np.searchsorted(probabilities.cumsum(), 0.5))
         return NumClasses(probabilities.tolist(), median, low, high)
-
-
-class Merge(NamedTuple):
-    """A merge of two clusters.
-
-    Attributes:
-        first: The cluster that remains, with the rows of both.
-        second: The other cluster.
-        mixing: The mixing of the two.
-        num_rows: Number of rows of the smaller of the two.
-    """
-
-    first: int
-    second: int
-    mixing: float
-    num_rows: int
 
 
 def estimate_num_classes(
@@ -241,7 +225,7 @@ def find_signs(
         for merge in merge_all(clustering, clusters, min_rows)
         if merge.num_rows >= min_rows
     ]
-    heights = _log_mixing([merge.mixing for merge in reversed(merges)])
+    heights = _log_mixing([merge.closeness for merge in reversed(merges)])
     hidden = [
         find_hidden(rows, known, classes, seed, min_rows)
         for classes in hidden_classes(len(class_sizes), seed)
@@ -355,38 +339,21 @@ def merge_all(
     """Merge clusters of unlabeled rows until one is left, those that mix most first.
 
     Clusters of less than ``min_rows`` rows merge before all others, so that a few
-    outliers do not count as a class. Pairs that do not mix are ordered by the cosine of
-    their means.
+    outliers do not count as a class.
 
     Args:
         clustering: The rows, of which only unlabeled ones take part.
         clusters: Their clusters int64 (N,), known ones first.
         min_rows: Rows from which on a cluster can be a class.
 
-    Yields:
-        Each merge, with the mixing of the two clusters and the number of rows of the
-        smaller one. The merged cluster keeps the lower of the two numbers, and the
-        other number is not used again.
+    Returns:
+        The merges of :func:`uno.clustering.frozen.merge_pairs`.
     """
     links, sizes = clustering.links_and_sizes(clusters, clustering.num_classes)
-    links, sizes = links.clone(), sizes.clone()
     means = cluster_means(clustering.points, clusters, len(sizes))
-    tie_breaker = 1e-6 * (means @ means.T).double()
-    left = sizes > 0
-    closeness = compute_mixing(links, sizes) + tie_breaker
-    for _ in range(int(left.sum()) - 1):
-        is_small = sizes < min_rows
-        priority = closeness + PRIORITY * (is_small[:, None] | is_small)
-        priority[~(left[:, None] & left).triu(1)] = -torch.inf
-        first, second = divmod(int(priority.argmax()), len(sizes))
-        num_rows = int(min(sizes[first], sizes[second]))
-        yield Merge(first, second, float(closeness[first, second]), num_rows)
-        for sums in (links, links.T, sizes):
-            sums[first] += sums[second]
-            sums[second] = 0
-        left[second] = False
-        closeness[first] = mixing_of_cluster(links, sizes, first) + tie_breaker[first]
-        closeness[:, first] = closeness[first]
+    takes_part = sizes > 0
+    can_merge = takes_part[:, None] & takes_part
+    return merge_pairs(links, sizes, means @ means.T, can_merge, min_rows)
 
 
 def hidden_classes(num_known: int, seed: int) -> list[list[int]]:
@@ -466,7 +433,7 @@ def find_hidden(
         [clusters[labels == c].bincount(minlength=num_clusters) for c in classes]
     )
     borders: dict[int, float] = {}
-    heights, f1 = list[float](), [_mean_f1(table, total)]
+    heights, f1 = list[float](), [class_f1(table, total)]
     for first, second, mixed, num_rows in merge_all(clustering, clusters, min_rows):
         is_real = num_rows >= min_rows
         owns = 2 * table[:, [first, second]] > total[[first, second]]
@@ -476,7 +443,7 @@ def find_hidden(
             counts[first] += counts[second]
             counts[second] = 0
         heights.append(mixed if is_real else CEILING)
-        f1.append(_mean_f1(table, total))
+        f1.append(class_f1(table, total))
     parts = [_halves_mixing(clustering, labels == c, seed) for c in classes]
     return Hidden(
         [mixed for mixed in parts if mixed is not None],
@@ -484,6 +451,23 @@ def find_hidden(
         _log_mixing(heights),
         np.array(f1),
     )
+
+
+def class_f1(table: NDArray[np.int64], totals: NDArray[np.int64]) -> float:
+    """Return the mean F1 score of classes that are matched with clusters, 0-1.
+
+    The F1 score of a class and a cluster is twice the number of their common rows,
+    divided by the sum of the rows of the class and of the cluster. Each class is
+    matched to one cluster so that the mean is largest. Too few clusters cost precision,
+    because rows of other classes join. Too many clusters cost recall.
+
+    Args:
+        table: Number of rows of each class in each cluster, (C, K). With C above K only
+            K classes are matched, and the mean is theirs.
+        totals: Number of all rows in each cluster, (K,).
+    """
+    f1 = 2 * table / np.maximum(table.sum(axis=1, keepdims=True) + totals, 1)
+    return float(f1[linear_sum_assignment(f1, maximize=True)].mean())
 
 
 def shortest_interval(
@@ -547,19 +531,6 @@ def _spread(rows: Tensor, max_rows: int) -> Tensor:
 def _log_mixing(values: Sequence[float]) -> NDArray[np.float64]:
     """Return the logarithms of mixings that are kept in ``FLOOR`` to ``CEILING``."""
     return np.log(np.clip(np.asarray(values, dtype=np.float64), FLOOR, CEILING))
-
-
-def _mean_f1(table: NDArray[np.int64], total: NDArray[np.int64]) -> float:
-    """Return the mean F1 (0 to 1) of classes under the best matching with clusters.
-
-    The matching is one to one.
-
-    Args:
-        table: Number of rows of each class in each cluster, (C, K).
-        total: Number of all rows of each cluster, (K,).
-    """
-    f1 = 2 * table / np.maximum(table.sum(axis=1, keepdims=True) + total, 1)
-    return float(f1[linear_sum_assignment(f1, maximize=True)].mean())
 
 
 def _halves_mixing(clustering: Clustering, members: Tensor, seed: int) -> float | None:

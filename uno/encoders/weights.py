@@ -56,15 +56,13 @@ class Description(NamedTuple):
         license: The license of the weights.
     """
 
-    size: int | None = None  # side of the images that the encoder takes, in pixels
-    # that side, divided by the shorter side to which images are resized before the crop
+    size: int | None = None
     crop_share: float = 1.0
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     interpolation: str | None = None
-    # The library's name of the weights, which says on which data they were trained.
     weights: str = ""
-    license: str = ""  # the license of the weights
+    license: str = ""
 
     def settings(self, size: int | None = None) -> dict[str, Any]:
         """Return the settings of a run that follow from the description.

@@ -196,24 +196,24 @@ class Pretext:
     num_outputs: int
 
 
-# sections of loaded methods outside this package, by name
-_sections: dict[str, type[Section] | None] = {}
+# loaded methods outside this package, by their attribute ``name``
+_own_methods: dict[str, Method] = {}
 
 
 @cache
 def load(name: str) -> Method:
     """Return the discovery method that a name stands for, and cache it.
 
-    The module of the method is imported. For a method outside this package, the schema
-    of its constants is noted, so that :func:`section_model` knows its section.
+    The module of the method is imported. :func:`section_model` then knows the section
+    of a method outside this package.
 
     Args:
         name: A key of :data:`METHODS`, such as "rs", or ``package.module:METHOD``.
 
     Raises:
         ConfigError: The name has neither form; or the object that it names cannot be
-            imported, is no :class:`Method`, or has a ``name`` that is no identifier or
-            is a key of :data:`METHODS`.
+            imported, is no :class:`Method`, or has a ``name`` that is no identifier, is
+            a key of :data:`METHODS` or is that of another method which was loaded.
     """
     method: Method = _load("method", name, METHODS, Method)
     if name not in METHODS:
@@ -222,7 +222,11 @@ def load(name: str) -> Method:
             raise ConfigError(
                 f"method {name}: its name {own_name!r} is taken, or is no identifier"
             )
-        _sections[own_name] = method.constants
+        if _own_methods.setdefault(own_name, method) is not method:
+            raise ConfigError(
+                f"method {name}: another method in use has its name {own_name!r};"
+                " give each method a name of its own"
+            )
     return method
 
 
@@ -310,7 +314,9 @@ def section_model(name: str) -> type[Section] | None:
         The pydantic schema; None if no method of this package and no loaded method of
         the user has a section of this name.
     """
-    return section(name).get(name) if name in METHODS else _sections.get(name)
+    if name in METHODS:
+        return section(name).get(name)
+    return getattr(_own_methods.get(name), "constants", None)
 
 
 def default_settings(method: str, preset: str) -> dict[str, Any]:

@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from uno import distributed
-from uno.clustering.initialization import sample_features, set_to_class_means_
+from uno.clustering.initialization import set_to_class_means_, training_features
 from uno.clustering.kmeans import kmeans, principal_components
 from uno.config import Config, Section, field
 from uno.data.memory import TrainSet
@@ -223,7 +223,9 @@ class Dtc(Method):
         num_novel, head = train.num_novel, model.novel
         features = features_of(model.eval(), train.unlabeled_images, config)
         if config.model.finetune == "none":  # its weights have no known head
-            labeled, labels, _ = sample_features(config, [model], train, ["labeled"])[0]
+            labeled, labels, _ = training_features(
+                config, model, train, with_unlabeled=False
+            )
             set_to_class_means_(
                 model.known.weight,
                 unit(labeled).to(model.known.weight),

@@ -10,101 +10,13 @@ head for the known classes, it is this encoder with a known head, which learns o
 labeled rows for the epochs of pretraining, before discovery.
 """
 
-from collections.abc import Iterator
 from itertools import combinations
 
 import torch
 from torch import Tensor
 
-from uno.config import Config, ObjectiveConfig
 from uno.distributed import gather_rows, mean_with_grad
-from uno.model import Logits
-from uno.objective import discovery_loss, global_targets
-from uno.steps import Batch, Loss, TrainState, forward
-
-
-def extended_objective(state: TrainState, batch: Batch, config: Config) -> Loss:
-    """Compute UNO's unified objective with added terms and a queue for Sinkhorn.
-
-    The configuration says which terms are added: invariant information clustering (IIC)
-    and class-relation knowledge distillation (rKD). If ``state.extra`` has a "queue",
-    Sinkhorn assigns the unlabeled rows of the batch together with the rows of earlier
-    batches in the queue, as soon as :func:`past_logits` returns these. Without terms
-    and queue the result is that of :func:`uno.objective.unified_objective`.
-
-    Args:
-        state: The state of training. The queue is updated, and the prototypes of the
-            model are scaled to length one.
-        batch: The views of this worker's rows, labeled rows first.
-        config: The configuration of the run.
-
-    Returns:
-        The total loss, and the loss of each cluster head without the added terms, (H,).
-        The total is the mean loss of all cluster and overclustering heads, plus the
-        terms.
-    """
-    objective = config.objective
-    logits, labels = forward(state, batch), batch.labels
-    assert logits.novel is not None
-    families = [logits.novel] if logits.over is None else [logits.novel, logits.over]
-    past = None
-    if "queue" in state.extra:
-        assert logits.directions is not None
-        unlabeled = logits.directions[: batch.num_large, :, len(labels) :]
-        past = past_logits(state, unlabeled)
-    rows, prior = (batch.num_large, len(labels)), state.extra.get("prior")
-    targets = global_targets(families, *rows, objective, past, logits.known, prior)
-    losses = discovery_loss(
-        logits.known, families, labels, targets, objective.temperature, objective.concat
-    )
-    total = torch.stack(
-        [losses.mean(), *extension_terms(state, batch, logits, objective)]
-    ).sum()
-    return Loss(total, losses[0])
-
-
-def extension_terms(
-    state: TrainState, batch: Batch, logits: Logits, objective: ObjectiveConfig
-) -> Iterator[Tensor]:
-    """Yield the added terms of the loss that have a weight, each times its weight.
-
-    The terms are :func:`iic_loss` and :func:`iic_view_loss` for all views, and
-    :func:`rkd_loss` for the unlabeled rows in the large views. For the last, the
-    teacher's outputs are computed here, without gradient.
-
-    Args:
-        state: The state of training, with the teacher if rKD has a weight.
-        batch: The views of this worker's rows, labeled rows first.
-        logits: The outputs of the network for the batch.
-        objective: The section of the configuration that has the weights. A term with
-            weight 0 is left out.
-
-    Yields:
-        The weighted terms, scalars.
-    """
-    assert logits.novel is not None
-    known, novel, num_labeled, tau = (
-        logits.known,
-        logits.novel,
-        len(batch.labels),
-        objective.temperature,
-    )
-    if objective.iic_weight:
-        yield objective.iic_weight * iic_loss(known, novel, num_labeled, tau)
-    if objective.iic_view_weight:
-        yield objective.iic_view_weight * iic_view_loss(known, novel, num_labeled, tau)
-    if objective.rkd_weight:
-        assert state.teacher is not None
-        large, rows = slice(batch.num_large), slice(num_labeled, None)
-        with (
-            torch.no_grad(),
-            torch.autocast(state.device.type, torch.bfloat16, enabled=state.autocast),
-        ):
-            teacher = state.teacher([view[rows] for view in batch.views[large]]).known
-        known, novel = known[large, rows], novel[large, :, rows]
-        yield objective.rkd_weight * rkd_loss(
-            known, novel, teacher, tau, objective.rkd_temperature
-        )
+from uno.steps import TrainState
 
 
 @torch.no_grad()

@@ -31,12 +31,10 @@ from torch import Tensor
 from uno import distributed
 from uno.config import Config
 from uno.data.stream import TrainData
-from uno.heads import NovelHead, unit
-from uno.methods import Method, rs
-from uno.methods.common import (
-    feature_contrast_loss,
-    forward_two_views,
-)
+from uno.errors import ConfigError
+from uno.heads import unit
+from uno.methods import rs
+from uno.methods.common import feature_contrast_loss, forward_two_views
 from uno.model import UnoModel
 from uno.steps import Batch, TrainState
 
@@ -45,7 +43,7 @@ AGREEMENT = 0.5  # share of equal codes above which two rows are similar
 TEMPERATURE = 0.1
 
 
-class Jia(Method):
+class Jia(rs.ContrastMethod):
     """The method of Jia et al.: RS with hashes of features, plus a contrastive loss.
 
     Two unlabeled rows are similar if their winner-take-all hash codes agree. The
@@ -55,21 +53,6 @@ class Jia(Method):
     name = "jia"
     constants = rs.Consistency
     constants_of_preset = rs.SETTINGS
-
-    def build_head(
-        self, num_novel: int, num_features: int, is_frozen: bool
-    ) -> NovelHead:
-        """Build the novel head, with a linear layer if the encoder is frozen.
-
-        The layer, from D to D features and the identity at first, then takes the place
-        of the encoder's last stage.
-
-        Args:
-            num_novel: The number of novel classes K.
-            num_features: The number of features D.
-            is_frozen: Whether the encoder is frozen.
-        """
-        return NovelHead(num_novel, num_features, has_layer=is_frozen)
 
     def loss(self, state: TrainState, batch: Batch, config: Config) -> Tensor:
         """Compute the pairwise loss of a batch, plus the contrastive loss of all rows.
@@ -112,10 +95,17 @@ class Jia(Method):
 
         Returns:
             "windows", H = 512 random windows of k = 4 indices of features, int64 (H,
-            k). A window has no feature twice. D must be at least 4, which is not
-            checked.
+            k). A window has no feature twice.
+
+        Raises:
+            ConfigError: There are fewer than k features.
         """
         width = model.known.weight.shape[1]
+        if width < WINDOW:
+            raise ConfigError(
+                f"method jia compares {WINDOW} features at a time, but the encoder has"
+                f" only {width}; use a wider encoder or another --method"
+            )
         generator = torch.Generator().manual_seed(config.seed)
         order = torch.rand(NUM_WINDOWS, width, generator=generator).argsort(dim=1)
         return {"windows": order[:, :WINDOW].to(model.known.weight.device)}

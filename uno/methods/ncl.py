@@ -47,14 +47,11 @@ import torch
 from torch import Tensor
 
 from uno import distributed
-from uno.config import Config, field
+from uno.config import Config
 from uno.data.stream import TrainData
-from uno.heads import NovelHead, unit
-from uno.methods import Method, rs
-from uno.methods.common import (
-    forward_two_views,
-    similar_by_cosine,
-)
+from uno.heads import unit
+from uno.methods import rs
+from uno.methods.common import forward_two_views, similar_by_cosine
 from uno.model import UnoModel
 from uno.steps import Batch, TrainState
 
@@ -68,15 +65,7 @@ DRAWS = 5
 MIXES = ((1 / 3, 2 / 3), (2 / 3, 1 / 3))
 
 
-class Constants(rs.Consistency):
-    """Constants of NCL."""
-
-    threshold: float = field(
-        0.95, "Cosine above which two images count as of one class.", ge=-1, le=1
-    )
-
-
-class Ncl(Method):
+class Ncl(rs.ContrastMethod):
     """NCL: RS with cosines of features, plus contrast with memories of features.
 
     An unlabeled row is drawn to its nearest neighbors in a memory of unlabeled rows,
@@ -84,22 +73,8 @@ class Ncl(Method):
     """
 
     name = "ncl"
-    constants = Constants
+    constants = rs.CosineConstants
     constants_of_preset = rs.SETTINGS
-
-    def build_head(
-        self, num_novel: int, num_features: int, is_frozen: bool
-    ) -> NovelHead:
-        """Build the novel head, with a linear layer if the encoder is frozen.
-
-        The layer, from D to D features, is the identity at first.
-
-        Args:
-            num_novel: The number of novel classes K.
-            num_features: The number of features D.
-            is_frozen: Whether the encoder is frozen.
-        """
-        return NovelHead(num_novel, num_features, has_layer=is_frozen)
 
     def loss(self, state: TrainState, batch: Batch, config: Config) -> Tensor:
         """Compute the pairwise loss of a batch, plus contrastive losses with memories.

@@ -29,24 +29,16 @@ from torch import Tensor
 
 from uno import distributed
 from uno.clustering.initialization import cluster_features, training_features
-from uno.config import Config, field
+from uno.config import Config
 from uno.data.stream import TrainData
 from uno.methods import Method, rs
-from uno.methods.common import similar_by_cosine
+from uno.methods.common import sigmoid_rampup, similar_by_cosine
 from uno.model import UnoModel
 from uno.steps import Batch, TrainState, forward
 
 ANCHOR = 0.9  # probability from which an unlabeled row is an anchor
 BETA = 1.0
 WEIGHT = 1.0
-
-
-class Constants(rs.Consistency):
-    """Constants of OpenMix."""
-
-    threshold: float = field(
-        0.95, "Cosine above which two images count as of one class.", ge=-1, le=1
-    )
 
 
 class OpenMix(Method):
@@ -57,7 +49,7 @@ class OpenMix(Method):
     """
 
     name = "openmix"
-    constants = Constants
+    constants = rs.CosineConstants
     constants_of_preset = rs.SETTINGS
 
     def loss(self, state: TrainState, batch: Batch, config: Config) -> Tensor:
@@ -92,7 +84,7 @@ class OpenMix(Method):
         logits = forward(
             state, batch._replace(views=[*batch.views[:2], mixed], num_large=3)
         )
-        assert logits.novel is not None and logits.features is not None
+        assert logits.novel is not None
         known, novel = logits.known, logits.novel[:, 0]
         similar = similar_by_cosine(
             logits.features[0, num_labeled:], config.method_options.threshold
@@ -107,7 +99,8 @@ class OpenMix(Method):
         )
         # the mean is over all rows, also over those that do not count
         mixed_loss = ((joint - targets).square().sum(dim=1) * counts).mean()
-        return pair_loss + WEIGHT * rs.rampup_factor(state, config) * mixed_loss
+        ramp = sigmoid_rampup(state.progress, config.method_options.rampup)
+        return pair_loss + WEIGHT * ramp * mixed_loss
 
     @torch.no_grad()
     def initialize(

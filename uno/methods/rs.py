@@ -29,6 +29,7 @@ from torch import Tensor
 
 from uno import distributed
 from uno.config import Config, Section, field
+from uno.heads import NovelHead
 from uno.methods import Method
 from uno.methods.common import (
     forward_two_views,
@@ -65,6 +66,36 @@ class Constants(Consistency):
         "Largest features that two images of one class share; default: 5 of every 512.",
         ge=1,
     )
+
+
+class CosineConstants(Consistency):
+    """Constants of methods in which a cosine of features decides about pairs."""
+
+    threshold: float = field(
+        0.95, "Cosine above which two images count as of one class.", ge=-1, le=1
+    )
+
+
+class ContrastMethod(Method):
+    """A method that learns from pairs as RS does, and contrasts features.
+
+    A frozen encoder has nothing that contrast could train, so the novel head then has a
+    linear layer that takes the place of the encoder's last stage.
+    """
+
+    def build_head(
+        self, num_novel: int, num_features: int, is_frozen: bool
+    ) -> NovelHead:
+        """Build the novel head, with a linear layer if the encoder is frozen.
+
+        The layer, from D to D features, is the identity at first.
+
+        Args:
+            num_novel: The number of novel classes K.
+            num_features: The number of features D.
+            is_frozen: Whether the encoder is frozen.
+        """
+        return NovelHead(num_novel, num_features, has_layer=is_frozen)
 
 
 class Rs(Method):
@@ -159,7 +190,9 @@ def loss_of_pairs(
     """
     tau, unlabeled = config.objective.temperature, slice(len(labels), None)
     first, second = (novel[:, unlabeled] / tau).softmax(dim=-1)
-    weight = config.method_options.consistency_weight * rampup_factor(state, config)
+    constants = config.method_options
+    ramp = sigmoid_rampup(state.progress, constants.rampup)
+    weight = constants.consistency_weight * ramp
     return (
         labeled_loss(known, labels, tau)
         + pair_likelihood_loss(
@@ -175,20 +208,6 @@ def num_top(num_features: int) -> int:
     It is the authors' share of the features, 5 of 512, but at least 1.
     """
     return max(1, round(TOP * num_features / OF))
-
-
-def rampup_factor(state: TrainState, config: Config) -> float:
-    """Return the factor of a loss weight that rises over the phase.
-
-    It is the sigmoid ramp-up :func:`uno.methods.common.sigmoid_rampup`, from 0.0067 to
-    1.
-
-    Args:
-        state: The state of training, which has the progress of the phase, 0-1.
-        config: The configuration. The method's constant ``rampup`` is the share of the
-            phase after which the factor is 1.
-    """
-    return sigmoid_rampup(state.progress, config.method_options.rampup)
 
 
 def consistency_loss(logits: Tensor, temperature: float) -> Tensor:

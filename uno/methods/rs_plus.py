@@ -22,7 +22,7 @@ from torch import Tensor
 from uno.config import Config
 from uno.heads import NovelHead, Prototypes
 from uno.methods import Method, rs
-from uno.methods.common import forward_two_views
+from uno.methods.common import forward_two_views, sigmoid_rampup
 from uno.steps import Batch, TrainState
 
 INCREMENT = 0.05
@@ -83,7 +83,8 @@ class RsPlus(Method):
             joint[:, num_labeled:], clusters[0, num_labeled:], tau
         )
         ranked = rs.rank_loss(state, batch.labels, config, joint, clusters, features)
-        return ranked + INCREMENT * rs.rampup_factor(state, config) * pseudo_label_loss
+        ramp = sigmoid_rampup(state.progress, config.method_options.rampup)
+        return ranked + INCREMENT * ramp * pseudo_label_loss
 
 
 def incremental_loss(joint: Tensor, clusters: Tensor, temperature: float) -> Tensor:

@@ -1,18 +1,22 @@
 """The method UNO itself (Fini et al., ICCV 2021), with the heads of :mod:`uno.model`.
 
 The loss is :func:`uno.objective.unified_objective`. If the objective asks for terms of
-later work, it is that of :mod:`uno.methods.extensions`.
+later work, those of :mod:`uno.methods.extensions` are added. A method that adds a term
+of its own is a subclass of :class:`Uno` with another ``name`` and :meth:`Uno.terms`.
 """
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from uno.config import EXTENSIONS, Config
 from uno.data.stream import TrainData
-from uno.methods import Method, extensions
-from uno.model import UnoModel
+from uno.methods import Method
+from uno.methods.extensions import iic_loss, iic_view_loss, past_logits, rkd_loss
+from uno.model import Logits, UnoModel
 from uno.objective import unified_objective
-from uno.steps import Batch, Loss, TrainState
+from uno.steps import Batch, Loss, TrainState, forward
 
 
 class Uno(Method):
@@ -28,19 +32,78 @@ class Uno(Method):
     has_projection_heads = True
 
     def loss(self, state: TrainState, batch: Batch, config: Config) -> Loss:
-        """Compute UNO's unified objective of a batch, with extensions if switched on.
+        """Compute UNO's unified objective of a batch, and add :meth:`terms`.
+
+        If ``state.extra`` has a "queue", Sinkhorn assigns the unlabeled rows of the
+        batch together with the rows of earlier batches in the queue, as soon as
+        :func:`uno.methods.extensions.past_logits` returns these.
 
         Args:
-            state: The state of training, with the model.
+            state: The state of training, with the model. The queue is updated.
             batch: The views of this worker's rows, labeled rows first.
             config: The configuration of the run.
 
         Returns:
-            The total loss, and the loss of each cluster head, (H,).
+            The total loss, and the loss of each cluster head without the added terms,
+            (H,).
         """
-        if _has_extensions(config):
-            return extensions.extended_objective(state, batch, config)
-        return unified_objective(state, batch, config)
+        logits, past = forward(state, batch), None
+        if "queue" in state.extra:
+            assert logits.directions is not None
+            unlabeled = logits.directions[: batch.num_large, :, len(batch.labels) :]
+            past = past_logits(state, unlabeled)
+        total, of_heads = unified_objective(state, batch, config, logits, past)
+        terms = list(self.terms(state, batch, logits, config))
+        return Loss(torch.stack([total, *terms]).sum() if terms else total, of_heads)
+
+    def terms(
+        self, state: TrainState, batch: Batch, logits: Logits, config: Config
+    ) -> Iterator[Tensor]:
+        """Yield the terms to add to the unified objective, each times its weight.
+
+        They are the extensions that the configuration switches on:
+        :func:`~uno.methods.extensions.iic_loss` and
+        :func:`~uno.methods.extensions.iic_view_loss` for all views, and
+        :func:`~uno.methods.extensions.rkd_loss` for the unlabeled rows in the large
+        views. For the last, the teacher's outputs are computed here, without gradient.
+
+        A subclass adds a term by ``yield from super().terms(...)`` and a further
+        ``yield``. A statistic of the rows of all workers is averaged by
+        :func:`uno.distributed.mean_with_grad`. If the term launches other kernels in
+        some steps, :meth:`can_be_recorded` must return False.
+
+        Args:
+            state: The state of training, with the teacher if rKD has a weight.
+            batch: The views of this worker's rows, labeled rows first.
+            logits: The outputs of the network for the batch. Cosines are not yet
+                divided by the temperature.
+            config: The configuration of the run.
+
+        Yields:
+            The weighted terms, scalars with gradient.
+        """
+        assert logits.novel is not None
+        objective, num_labeled = config.objective, len(batch.labels)
+        known, novel, tau = logits.known, logits.novel, objective.temperature
+        if weight := objective.iic_weight:
+            yield weight * iic_loss(known, novel, num_labeled, tau)
+        if weight := objective.iic_view_weight:
+            yield weight * iic_view_loss(known, novel, num_labeled, tau)
+        if weight := objective.rkd_weight:
+            assert state.teacher is not None
+            large, rows = slice(batch.num_large), slice(num_labeled, None)
+            with (
+                torch.no_grad(),
+                torch.autocast(
+                    state.device.type, torch.bfloat16, enabled=state.autocast
+                ),
+            ):
+                views = [view[rows] for view in batch.views[large]]
+                teacher = state.teacher(views).known
+            known, novel = known[large, rows], novel[large, :, rows]
+            yield weight * rkd_loss(
+                known, novel, teacher, tau, objective.rkd_temperature
+            )
 
     def initialize(
         self, config: Config, model: UnoModel, train: TrainData
@@ -77,18 +140,10 @@ class Uno(Method):
     def can_be_recorded(self, config: Config) -> bool:
         """Return whether a training step can be recorded as a CUDA graph.
 
-        It can if no extension of the objective is switched on.
+        It can if no extension of the objective (:data:`uno.config.EXTENSIONS`) is
+        switched on, that is, if all their settings are 0.
         """
-        return not _has_extensions(config)
-
-
-def _has_extensions(config: Config) -> bool:
-    """Return whether any addition to UNO is switched on, that is, its setting is not 0.
-
-    These are the two terms of IIC (invariant information clustering), class-relation
-    knowledge distillation (rKD), and the queue of earlier projections for Sinkhorn.
-    """
-    return any(getattr(config.objective, name) for name in EXTENSIONS)
+        return not any(getattr(config.objective, name) for name in EXTENSIONS)
 
 
 METHOD = Uno()

@@ -215,7 +215,7 @@ def score_sample(task: Task, model: Classifier, decode: Decode) -> Sample:
     if sampled is None:
         raise ValueError("no image of the data can be read")
     index, logits = sampled
-    assert logits.novel is not None and logits.features is not None
+    assert logits.novel is not None
     known, novel, alignment = logits.known[0], logits.novel[0], model.alignment
     if alignment is None:
         unlabeled = torch.from_numpy(task.is_train[index] & (task.labels[index] < 0))

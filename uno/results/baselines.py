@@ -367,6 +367,6 @@ def read_features(config: Config, model: UnoModel, rows: EvalData) -> Rows:
     """
     (chosen,) = rows.choose_rows(MAX_BASELINE_ROWS)
     batches, load = rows.plan_reading([chosen], config.train.eval_batch_size)
-    (features,), ok = compute_features_together(config, [model], batches, load)
+    features, ok = compute_features_together(config, model, batches, load)
     truth = rows.truth[torch.from_numpy(chosen)].cpu()[ok]
     return Rows(features.cpu()[ok], truth)

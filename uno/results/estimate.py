@@ -10,9 +10,10 @@ to one cluster each. The rows of the other probe classes, the validation classes
 free as the unlabeled rows. The estimate is the number k of novel clusters at which the
 clusters fit the validation classes best.
 
-It differs from DTC in three ways. k is chosen by :func:`class_f1` instead of accuracy
-and silhouette. Features are whitened. Several splits of the classes and several choices
-of anchors vote for an interval.
+It differs from DTC in three ways. k is chosen by the F1 score
+(:func:`uno.clustering.num_classes.class_f1`) instead of accuracy and silhouette.
+Features are whitened. Several splits of the classes and several choices of anchors vote
+for an interval.
 """
 
 import hashlib
@@ -29,7 +30,6 @@ import safetensors.numpy
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from uno.clustering import num_classes
@@ -42,7 +42,7 @@ from uno.encoders.build import code_of
 from uno.errors import ConfigError
 from uno.limits import MAX_STATE_BYTES
 from uno.model import features_of
-from uno.results.metrics import Counts, confusion
+from uno.results.metrics import confusion
 from uno.runs import ESTIMATE_FILE, run
 from uno.text import plural
 from uno.threads import torch_threads
@@ -651,7 +651,7 @@ def score_clusters(
 
     Returns:
         For each choice of anchors, in the order of :func:`anchor_choices`, the F1 score
-        of the validation classes, see :func:`class_f1`.
+        of the validation classes, see :func:`uno.clustering.num_classes.class_f1`.
     """
     index, k = item
     split, labels = splits[index], torch.tensor(features[index].labels)
@@ -676,7 +676,9 @@ def score_clusters(
             table = confusion(
                 _positions(labels, validation), found, len(validation), num_clusters
             )
-            results.append(class_f1(table, np.bincount(found, minlength=num_clusters)))
+            results.append(
+                num_classes.class_f1(table, np.bincount(found, minlength=num_clusters))
+            )
     return results
 
 
@@ -691,24 +693,6 @@ def _positions(labels: Tensor, classes: Sequence[int]) -> NDArray[np.int64]:
     return np.array(
         [position.get(label, FREE) for label in labels.tolist()], dtype=np.int64
     )
-
-
-def class_f1(table: Counts, totals: Counts) -> float:
-    """Return the mean F1 score of the validation classes, 0-1.
-
-    The F1 score of a class and a cluster is twice the number of their common rows,
-    divided by the sum of the rows of the class and of the cluster. Each class is
-    matched to one cluster so that the mean is largest. Too few clusters cost precision,
-    because rows of other classes and unlabeled rows join. Too many clusters cost
-    recall.
-
-    Args:
-        table: Number of validation rows of each class in each cluster, (C, K) with C at
-            most K.
-        totals: Number of all rows in each cluster, (K,).
-    """
-    f1 = 2 * table / np.maximum(table.sum(axis=1, keepdims=True) + totals, 1)
-    return float(f1[linear_sum_assignment(f1, maximize=True)].mean())
 
 
 def _digest(*parts: Any) -> str:

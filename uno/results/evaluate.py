@@ -18,7 +18,7 @@ from scipy.linalg import block_diag
 from torch import Tensor
 
 from uno import distributed
-from uno.clustering.initialization import sample_features
+from uno.clustering.initialization import training_features
 from uno.config import Config
 from uno.data.files import Storage
 from uno.data.stream import EvalData, TrainData
@@ -109,7 +109,7 @@ def evaluate_run(
             )
     train.sync()
     start = start_model(config, storage, train, sets["train"], worker.device)
-    (features,) = sample_features(config, [model], train)
+    features = training_features(config, model, train)
     compared = [] if start is None else baselines(config, start, train, sets["train"])
     alignment_jobs, trust_jobs = list[RankTask](), list[RankTask]()
     if edits is None and len(features.unlabeled):

@@ -174,12 +174,12 @@ def _export_encoder(model: Classifier) -> bytes:
     # This is the memory layout of the model. Another one sums in another order, which
     # alone changes features by up to 2e-6.
     encoder = encoder.eval().to(model.device).to(memory_format=torch.channels_last)
-    features, place = model.module.features, model.device
+    expected, place = model.module.encoder, model.device
     _compare(
         "encoder",
         model,
         lambda x: encoder(x.to(place) / 255),
-        lambda x: features(x.to(place) / 255),
+        lambda x: expected(x.to(place) / 255),
     )
     return data
 

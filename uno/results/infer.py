@@ -206,7 +206,7 @@ def score(
         The scores, on the device of the logits. All H heads vote in ``head_agreement``,
         so it is at least 1 / H; all other scores are of the best head.
     """
-    assert logits.novel is not None and logits.features is not None
+    assert logits.novel is not None
     known = logits.known[0]  # (B, C_l)
     # (H, B, C)
     heads = class_probabilities(known, logits.novel[0], temperature, classes, alignment)

@@ -20,7 +20,7 @@ from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
 from uno.data.stream import EvalData, TrainData, streaming_eval_sets, streaming_set
 from uno.data.unreadable import BAD_SAMPLES, check_bad, name_bad
-from uno.encoders.runtimes import OPENVINO, Runtime, require_runtime, runtime_precision
+from uno.encoders.runtimes import OPENVINO, Runtime, runtime_precision
 from uno.errors import ConfigError, Interrupted
 from uno.runs.hardware import local_device, num_threads
 from uno.runs.run import frozen_encoder
@@ -312,8 +312,8 @@ def load_features(
 
     Raises:
         ConfigError: ``model.weights`` is None, also for vectors; the weights do not fit
-            the encoder; OpenVINO is asked for and not installed; or the encoder returns
-            numbers that are not finite.
+            the encoder; features are to be computed by OpenVINO, which is not
+            installed; or the encoder returns numbers that are not finite.
         StorageError: The weights or an image cannot be read, or the cache cannot be
             read or written.
         Interrupted: ``should_stop`` returned True. Features that were computed stay in
@@ -329,7 +329,6 @@ def load_features(
             vectors[0], vectors[1], "nothing separates the rows; check the vectors"
         )
         return vectors
-    require_runtime(config)
     encoder = frozen_encoder(config, storage)
     job = feature_job(config, task, encoder)
     cache = FeatureCache(Storage(features.cache_directory(config)), job)

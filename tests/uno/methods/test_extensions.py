@@ -18,6 +18,7 @@ from tests.uno.small_run import (
 from tests.uno.test_objective import problem
 from uno.errors import ConfigError
 from uno.methods.extensions import iic_loss, iic_view_loss, past_logits, rkd_loss
+from uno.methods.uno import Uno
 from uno.model import build_network
 from uno.objective import global_targets, sinkhorn
 
@@ -145,6 +146,25 @@ def test_weights_scale_their_terms_in_the_step():
     assert loss(rkd_weight=1.0, rkd_temperature=1.0)[0] != pytest.approx(
         loss(rkd_weight=1.0)[0], rel=1e-3
     )
+
+
+def test_a_subclass_of_uno_adds_a_term_of_its_own():
+    """Kills: a term that replaces the extensions, or counts for the best head."""
+
+    class Mine(Uno):
+        name = "mine"
+
+        def terms(self, state, batch, logits, config):
+            yield from super().terms(state, batch, logits, config)
+            yield 0.5 * logits.novel.square().mean()
+
+    config = small_config(objective__iic_weight=0.5)
+    batch, state = batches_of(config)(0), fresh_state(config)
+    plain, found = (method.loss(state, batch, config) for method in (Uno(), Mine()))
+    with torch.no_grad():
+        term = 0.5 * float(state.model(batch.views).novel.square().mean())
+    assert float(found.total) == pytest.approx(float(plain.total) + term, rel=1e-5)
+    assert term > 1e-3 and torch.equal(found.of_heads, plain.of_heads)
 
 
 def test_other_methods_refuse_them():

@@ -6,6 +6,7 @@ import torch
 
 from tests.uno.methods import toy
 from tests.uno.small_run import fresh_state, small_config
+from uno.errors import ConfigError
 from uno.methods import jia
 from uno.model import build_network
 
@@ -77,6 +78,14 @@ def test_the_step_equals_the_loop(step):
     expected += toy.naive_pair_loss(heads[1][0][4:], heads[1][1][4:], similar)
     expected += weight * sum(toy.naive_mse(*head) for head in heads)
     assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_fewer_features_than_a_window_has_are_refused():
+    """Kills: windows that are silently shorter."""
+    model = build_network(small_config(method="jia"), 5, 5, 0)
+    model.known.weight.data = model.known.weight.data[:, :3]
+    with pytest.raises(ConfigError, match=r"jia compares 4 .*only 3; use a wider"):
+        jia.METHOD.initialize(small_config(method="jia"), model, None)
 
 
 def test_windows_are_the_runs_own_and_of_different_features():

@@ -22,7 +22,6 @@ from uno.results.estimate import (
     Settings,
     Split,
     anchor_choices,
-    class_f1,
     interval,
 )
 from uno.runs import ESTIMATE_FILE
@@ -230,28 +229,6 @@ def test_anchor_choices():
     many = anchor_choices(split, settings, 0)
     assert len(many) == len(set(many)) == 6 and {len(choice) for choice in many} == {12}
     assert many == anchor_choices(split, settings, 0)
-
-
-def test_class_f1_by_hand():
-    """Kills: accuracy for F1 (unlabeled rows that join cost nothing), greedy
-    pairing, plain counts.
-    """
-    assert class_f1(np.array([[10, 0, 0], [0, 10, 0]]), np.array([10, 10, 30])) == 1
-    assert class_f1(np.array([[10, 0], [0, 10]]), np.array([40, 10])) == pytest.approx(
-        (20 / 50 + 1) / 2
-    )
-    assert class_f1(np.array([[5, 5, 0]]), np.array([5, 5, 9])) == pytest.approx(
-        10 / 15
-    )
-    table, totals = np.array([[6, 5], [6, 0]]), np.array([12, 5])
-    assert class_f1(table, totals) == pytest.approx((10 / 16 + 12 / 18) / 2)
-    generator = np.random.default_rng(0)
-    for _ in range(20):
-        table = generator.integers(0, 9, (3, 5))
-        totals = table.sum(0) + generator.integers(0, 9, 5)
-        f1 = 2 * table / np.maximum(table.sum(1, keepdims=True) + totals, 1)
-        best = max(f1[range(3), p].mean() for p in itertools.permutations(range(5), 3))
-        assert class_f1(table, totals) == pytest.approx(best)
 
 
 def test_scores_of_one_k():

@@ -103,7 +103,8 @@ class Spelled(UnoModel):
         self.rows += rows.tolist()
         self.sizes.append(len(rows))
         known, novel = self.logits
-        return Logits(known[None, rows], novel[None, :, rows], None)
+        features = torch.zeros(1, len(rows), 2)
+        return Logits(known[None, rows], novel[None, :, rows], None, features)
 
 
 CONFIG = override(
