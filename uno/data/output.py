@@ -1,4 +1,4 @@
-"""Output directories, and files of tensors with a checksum.
+"""Check and clean output directories, and store tensors with a checksum.
 
 A directory that a command writes has a file that marks it, which says what the output
 is made from. This module decides whether a command may write to a directory, and it

@@ -254,8 +254,8 @@ def pack(
 ) -> Packed:
     """Write a data set as Parquet shards, or complete a pack that was interrupted.
 
-    ``pack.json`` is written first, with ``finished`` false, and again with true after
-    the last shard. Shards that an earlier call wrote are kept; missing and damaged ones
+    In a new directory ``pack.json`` is written first, with ``finished`` false. After
+    the last shard it is written with ``finished`` true. Shards that an earlier call wrote are kept; missing and damaged ones
     are written. Temporary files in the directory are deleted. Unreadable images are
     left out of the shards, however many they are. If there are any, rank 0 lists them
     in ``bad_samples.jsonl``.
