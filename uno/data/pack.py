@@ -255,10 +255,11 @@ def pack(
     """Write a data set as Parquet shards, or complete a pack that was interrupted.
 
     In a new directory ``pack.json`` is written first, with ``finished`` false. After
-    the last shard it is written with ``finished`` true. Shards that an earlier call wrote are kept; missing and damaged ones
-    are written. Temporary files in the directory are deleted. Unreadable images are
-    left out of the shards, however many they are. If there are any, rank 0 lists them
-    in ``bad_samples.jsonl``.
+    the last shard it is written with ``finished`` true. Shards that an earlier call
+    wrote are kept. Missing ones, and those whose footer is damaged, are written.
+    Temporary files in the directory are deleted. Unreadable images are left out of the
+    shards, however many they are. If there are any, they are listed in
+    ``bad_samples.jsonl``.
 
     Args:
         rows: The N rows to write.
