@@ -1,4 +1,7 @@
-"""Tell users what to do with files of formats that are not read."""
+"""Word the advice for files whose format does not fit a data source.
+
+The module also refuses folders with annotations of objects inside images.
+"""
 
 from __future__ import annotations
 
@@ -63,14 +66,16 @@ USUAL_BESIDE_IMAGES = (".json", ".npy", ".npz", ".pt", ".pth", ".h5ad", ".gz", "
 
 
 def fix_for(path: str) -> str:
-    """Return what a file holds by its ending and what to do with it.
+    """Return text that says what a file holds, by its ending, and what to do with it.
+
+    The file is not opened.
 
     Args:
-        path: Path or name of the file.
+        path: Path or name of the file. Its ending may be in any case of letters.
 
     Returns:
-        Text such as ``video; take still images``, '' if the ending is not in
-        :data:`FIXES`.
+        Text such as ``video; take still images``, which may contain ``path``; '' if the
+        ending is not in :data:`FIXES`.
     """
     name = path.lower()
     fix = next((fix for suffix, fix in FIXES.items() if name.endswith(suffix)), "")
@@ -78,14 +83,15 @@ def fix_for(path: str) -> str:
 
 
 def meaning_of(suffix: str) -> str:
-    """Return what files with an ending hold, for a note on ignored files.
+    """Return what files with an ending hold, for a note on files that are ignored.
 
     Args:
-        suffix: The ending with its dot, in lower case.
+        suffix: The whole ending with its dot, in lower case.
 
     Returns:
         Text in parentheses that begins with a space, such as `` (video; take still
-        images)``; '' if the ending is unknown or often lies beside images.
+        images)``; '' if the ending is not in :data:`FIXES`, or is one of
+        :data:`USUAL_BESIDE_IMAGES`, such as ``.json``.
     """
     fix = "" if suffix in USUAL_BESIDE_IMAGES else FIXES.get(suffix, "")
     return f" ({fix})" if fix else ""
@@ -95,11 +101,12 @@ def hint_of_files(names: Iterable[str]) -> str:
     """Return the end of an error line that names one file of another format.
 
     Args:
-        names: Names of files that are there instead of the files that were looked for.
+        names: Names or paths of files that are there instead of the files that were
+            looked for. No file is opened.
 
     Returns:
-        ``; NAME is there: ...`` for the first file whose ending is in :data:`FIXES`, ''
-        if there is none.
+        ``; NAME is there: ADVICE`` for the first name, in the given order, whose ending
+        is in :data:`FIXES`, with the text of :func:`fix_for`; '' if there is none.
     """
     for name in names:
         if fix := fix_for(name):
@@ -108,13 +115,20 @@ def hint_of_files(names: Iterable[str]) -> str:
 
 
 def refuse_annotations(root: str) -> None:
-    """Refuse a folder whose annotations are not one class for an image.
+    """Raise an error if a folder has the layout of COCO, YOLO or Pascal VOC.
+
+    Their annotations are boxes around objects, not one class for an image. Only names
+    of files and folders are looked at, in the folder itself and in those of its
+    subfolders that are named like a split (a key of :data:`~uno.data.rows.SPLITS`).
 
     Args:
         root: Path or URI of the folder.
 
     Raises:
-        ConfigError: The folder has the layout of COCO, YOLO or Pascal VOC.
+        ConfigError: One of these folders has a file ``_annotations.coco.json``, both
+            folders ``images`` and ``labels``, or both folders ``JPEGImages`` and
+            ``Annotations``; or the folder ``annotations`` in ``root`` has a file whose
+            name begins with ``instances``. Also if a folder cannot be listed.
     """
     top, _ = children(root)
     kind = ""

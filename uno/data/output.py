@@ -1,4 +1,4 @@
-"""Output directories, and files of tensors with a checksum.
+"""Check and clean output directories, and store tensors with a checksum.
 
 A directory that a command writes has a file that marks it, which says what the output
 is made from. This module decides whether a command may write to a directory, and it
@@ -41,12 +41,14 @@ def holds_output(
             are none.
 
     Returns:
-        True if the mark is there. False if the directory holds no more than files in
-        ``also``, a lock and temporary files of these and of the mark: it is empty, or a
-        command was killed before it wrote the mark.
+        True if the mark is there, whatever else the directory holds. False if the
+        directory is missing, is empty, or holds no more than files in ``also``, a lock,
+        and temporary files of these and of the mark: a command was killed before it
+        wrote the mark.
 
     Raises:
-        ConfigError: The directory holds anything else.
+        ConfigError: The mark is missing, and the directory holds anything else.
+        StorageError: The directory cannot be listed.
     """
     if storage.exists(mark):
         return True
@@ -68,19 +70,23 @@ def claim_directory(
 ) -> None:
     """Begin an output in a free directory, or accept the same output to resume it.
 
-    In a free directory, this writes the file ``mark``.
+    A directory is free if :func:`holds_output` is False for it. There, this writes the
+    file ``mark``, a JSON object of ``identity`` and ``more``. Otherwise it writes
+    nothing and compares the mark with ``identity``.
 
     Args:
         storage: The directory, or one above it.
         mark: Path below ``storage`` of the file that describes the output.
         identity: JSON values that say what the output is made from.
         what: What the output is called in messages, such as "pack".
-        **more: Further JSON values of the mark, which may differ when the output is
-            resumed.
+        **more: Further JSON values of a new mark. They are not compared when the output
+            is resumed, and the mark keeps its old ones.
 
     Raises:
-        ConfigError: The directory holds other files, or an output whose mark has
-            another value for a key of ``identity``.
+        ConfigError: The directory holds other files and no mark; or its mark lacks a
+            key of ``identity``, has another value for it, or is no JSON object.
+        StorageError: The directory cannot be listed, or the mark cannot be read or
+            written.
     """
     if not holds_output(storage, mark, what):
         storage.write(mark, json.dumps({**identity, **more}, indent=1).encode())
@@ -108,10 +114,14 @@ def other_settings_error(
 ) -> ConfigError:
     """Return the error for an output that was made with other settings.
 
+    The caller raises it. The message is ``PLACE holds WHAT with other settings: KEYS;
+    ADVICE``.
+
     Args:
         place: Path or URI of the output.
         what: What it holds, such as "a cell".
-        keys: Names of the settings that differ; the message names :data:`MOST_KEYS`.
+        keys: Names of the settings that differ. The message has the first 6 of them
+            (:data:`MOST_KEYS`), and dots if there are more.
         advice: What the user can do.
     """
     names = ", ".join(keys[:MOST_KEYS]) + " ..." * (len(keys) > MOST_KEYS)
@@ -121,16 +131,18 @@ def other_settings_error(
 def list_temporary_files(storage: Storage, below: str = "") -> list[str]:
     """Return the temporary files that killed processes left below a directory.
 
-    Temporary files of the lock are not among them, because the process that holds the
-    lock may be writing it.
+    They are found by names such as ``.model.pt.0a1b2c3d``, in all folders below the
+    directory. So a file that another process is writing at the moment is among them.
+    Temporary files of the lock are not, because the process that holds the lock may be
+    writing it.
 
     Args:
         storage: The directory, or one above it.
         below: Path of the directory below ``storage``.
 
     Returns:
-        Paths of files below ``storage``. There are none in remote storage, where a file
-        is written by one upload.
+        Paths relative to the root of ``storage``, in no particular order. The list is
+        empty in remote storage, where a file is written by one upload.
     """
     found = Path(storage.path(below)).rglob(".*") if storage.is_local else ()
     return [
@@ -143,12 +155,16 @@ def list_temporary_files(storage: Storage, below: str = "") -> list[str]:
 def delete_temporary_files(storage: Storage, below: str = "") -> None:
     """Delete the temporary files that killed processes left below a directory.
 
-    Temporary files of the lock stay. No other process may write to the directory at the
-    same time.
+    They are the files that :func:`list_temporary_files` returns: in all folders below
+    the directory, and none in remote storage. Temporary files of the lock stay. No
+    other process may write to the directory at the same time.
 
     Args:
         storage: The directory, or one above it.
         below: Path of the directory below ``storage``.
+
+    Raises:
+        StorageError: A file cannot be deleted.
     """
     for name in list_temporary_files(storage, below):
         storage.delete(name)
@@ -162,6 +178,9 @@ def delete_temporary_files_of(storage: Storage, name: str) -> None:
     Args:
         storage: The directory.
         name: Name of the file at the top of the directory. The file itself stays.
+
+    Raises:
+        StorageError: The directory cannot be listed, or a file cannot be deleted.
     """
     for found in storage.list():
         if final_name(found) == name:
@@ -172,10 +191,11 @@ def final_name(name: str) -> str:
     """Return the name that a temporary file gets once it is completely written.
 
     Args:
-        name: Name of a file, without folders.
+        name: Name of a file, without folders, such as ``.model.pt.0a1b2c3d``.
 
     Returns:
-        The final name, '' if the file is no temporary file.
+        The final name, such as ``model.pt``; '' if the name is not that of a temporary
+        file.
     """
     return name[1:].rpartition(".")[0] if TEMPORARY.fullmatch(name) else ""
 
@@ -184,7 +204,8 @@ def is_lock(name: str) -> bool:
     """Return whether a file is the lock of a directory or a temporary file of the lock.
 
     Args:
-        name: Name of the file, without folders.
+        name: Name of the file, without folders. The result is True if it begins with
+            ``lock.json`` after any leading dots.
     """
     return name.lstrip(".").startswith(LOCK_FILE)
 
@@ -194,7 +215,7 @@ def read_mapping(storage: Storage, name: str) -> dict[str, Any] | None:
 
     Args:
         storage: The directory of the file.
-        name: The name of the file.
+        name: Path of the file below ``storage``.
 
     Returns:
         The dict, or None if there is no such file or it holds no JSON object.
@@ -213,7 +234,8 @@ def parse_mapping(data: bytes | str) -> dict[str, Any] | None:
         data: The JSON text, as bytes in UTF-8 or as str.
 
     Returns:
-        The dict, or None if the data is no JSON, or JSON of another type.
+        The dict, or None if the data is no JSON, is nested too deeply, or is JSON of
+        another type.
     """
     try:
         found = parse_json(data)
@@ -227,13 +249,15 @@ def dump_tensors(
 ) -> bytes:
     """Return the content of a safetensors file with a checksum of what it holds.
 
-    The ``__metadata__`` of the file holds the facts, the name and the checksum.
-    :func:`load_tensors` reads the file.
+    No file is written. The ``__metadata__`` of the content holds the facts, the name
+    under the key "name", and under "sha256" a checksum of the tensors and of these
+    texts. :func:`load_tensors` reads the content.
 
     Args:
         name: The name that the file is to have, which ``load_tensors`` compares.
-        tensors: The tensors, by name.
-        facts: Further texts for ``__metadata__``.
+        tensors: The tensors by name, contiguous and in CPU memory.
+        facts: Further texts for ``__metadata__``. The keys "name" and "sha256" are
+            replaced.
     """
     facts = {**facts, "name": name}
     facts[CHECKSUM] = _checksum(tensors, facts)
@@ -248,11 +272,12 @@ def load_tensors(name: str, data: bytes) -> tuple[dict[str, Tensor], dict[str, s
         data: The content of the file.
 
     Returns:
-        The tensors by name, and all texts of ``__metadata__``.
+        The tensors by name, on the CPU; and the texts of ``__metadata__`` without the
+        checksum, but with "name".
 
     Raises:
-        ValueError: The content is truncated or altered, or that of a file with another
-            name.
+        ValueError: The content is truncated or altered, has no checksum, or is that of
+            a file with another name.
     """
     try:
         tensors = safetensors.torch.load(data)
@@ -272,8 +297,9 @@ def _checksum(tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> str:
     """Return a checksum of tensors and texts, the SHA-256 as 64 hex digits.
 
     Args:
-        tensors: The tensors by name. Names, types and shapes count, too.
-        facts: The texts by name.
+        tensors: The CPU tensors by name. Names, types and shapes count, too, and the
+            order of the tensors does not.
+        facts: The texts by key, in any order.
     """
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):

@@ -87,17 +87,25 @@ class Shard(NamedTuple):
 def store_shard(
     output: Storage, rows: Rows, shard: ShardRows, images: list[Image], threads: int = 1
 ) -> Shard:
-    """Write one Parquet shard of a pack.
+    """Write one Parquet shard of a pack to the file ``shard.name`` in ``output``.
+
+    A file of that name is replaced. Every image is decoded to check it, and the rows of
+    unreadable images are left out of the file.
 
     Args:
         output: The directory of the pack.
-        rows: All rows of the source.
-        shard: The rows that the shard is to hold.
-        images: The images of these rows, in the same order.
+        rows: All rows of the source. Their images are not used.
+        shard: The n rows that the shard is to hold.
+        images: The n images of these rows, in the same order. Images that are given as
+            a path are read here.
         threads: The number of threads that decode and encode images.
 
     Returns:
-        The shard, with the rows that are left out because their images are unreadable.
+        The shard: its name, the number n of its rows (those left out are counted), and
+        the id and the reason of each row that is left out.
+
+    Raises:
+        StorageError: The file cannot be written.
     """
     with ThreadPoolExecutor(threads) as pool:
         encoded = list(pool.map(_encode, images))
@@ -120,14 +128,17 @@ def _format_shard(
     encoded: list[bytes | str],
     schema: pa.Schema,
 ) -> bytes:
-    """Return the content of a shard's Parquet file.
+    """Return the content of a shard's Parquet file. No file is written.
 
     Args:
-        rows: All rows of the source.
+        rows: All rows of the source, from which labels, splits and true classes are
+            taken. A label outside ``rows.class_names`` becomes null if the source
+            declares these.
         shard: The n rows that the shard is to hold.
-        ids: Their ids.
-        encoded: The bytes of each image; or as text the reason why it is unreadable.
-            Such rows are left out.
+        ids: Their n ids.
+        encoded: The bytes of each of the n images; or as text the reason why it is
+            unreadable. Such rows are left out, and so is a row group without other
+            rows.
         schema: The columns of the file, by :func:`_make_schema`.
     """
     sink = io.BytesIO()
@@ -165,9 +176,12 @@ def _format_shard(
 def _make_schema(rows: Rows, bad: list[BadRow]) -> pa.Schema:
     """Return the Arrow schema of a shard, with its metadata.
 
-    The metadata holds the known classes of the source and the rows that are left out.
-    If the source declares an order of classes, labels are numbers, and the metadata
-    holds the names of the classes in the format of Hugging Face's datasets.
+    The columns are id, image (bytes), label and split, and eval_label (text) if the
+    source has true classes for evaluation. The metadata holds the known classes that
+    the source declares, and the id and reason of each row that is left out. If the
+    source declares an order of classes, labels are int64 and the metadata holds the
+    names of the classes in the format of Hugging Face's datasets. Otherwise labels are
+    text.
 
     Args:
         rows: All rows of the source.
@@ -201,6 +215,9 @@ write.
 def store_local(threads: int) -> Store:
     """Return a function that writes shards one after the other in this process.
 
+    The function is a :data:`Store`. It reads the images of a shard, and writes the
+    shard, when the next result is asked for.
+
     Args:
         threads: The number of threads that decode and encode images.
     """
@@ -208,12 +225,16 @@ def store_local(threads: int) -> Store:
     def store(
         output: Storage, rows: Rows, shards: Iterator[ShardRows]
     ) -> Iterator[Shard]:
-        """Write shards one after the other, and yield each one that is written.
+        """Write shards one after the other, and yield each one after it is written.
 
         Args:
             output: The directory of the pack.
-            rows: All rows of the source.
-            shards: The shards to write.
+            rows: All rows of the source, with their images.
+            shards: The shards to write, taken one at a time.
+
+        Raises:
+            ConfigError: A source file that holds many images cannot be read.
+            StorageError: A shard cannot be written.
         """
         for shard in shards:
             yield store_shard(
@@ -231,30 +252,38 @@ def pack(
     store: Store,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Packed:
-    """Write a data set as shards, or complete a pack that was interrupted.
+    """Write a data set as Parquet shards, or complete a pack that was interrupted.
 
-    Unreadable images are left out of the shards. If there are any, they are listed in
+    In a new directory ``pack.json`` is written first, with ``finished`` false. After
+    the last shard it is written with ``finished`` true. Shards that an earlier call
+    wrote are kept. Missing ones, and those whose footer is damaged, are written.
+    Temporary files in the directory are deleted. Unreadable images are left out of the
+    shards, however many they are. If there are any, they are listed in
     ``bad_samples.jsonl``.
 
     Args:
         rows: The N rows to write.
         labeled: Whether each row counts as labeled, bool (N,).
-        output: A directory that is empty, or that an earlier call with the same rows
-            and options has begun.
-        shard_bytes: The size of a shard in bytes. A shard ends with the row group that
-            reaches this size.
+        output: A directory that is missing or empty, or that an earlier call with the
+            same rows, ``labeled`` and ``shard_bytes`` has begun or finished.
+        shard_bytes: The size of a shard in bytes, measured by the stored sizes of the
+            images in the source. A shard ends with the row group that reaches it.
         store: Writes the shards that are missing, for example what
             :func:`store_local` returns. It is called with the directory, all rows and
             the shards to write, and yields a :class:`Shard` for each.
-        on_progress: Is called with the number of rows that are done, and with N. By
-            default nothing is called.
+        on_progress: Is called with the number of rows that are done, and with N: once
+            before the first shard is written, with the rows of kept shards, and after
+            each shard. By default nothing is called.
 
     Returns:
-        The numbers of rows and shards.
+        The number of rows N, of rows in the shards, of rows left out, and of shards,
+        those of earlier calls included.
 
     Raises:
         ConfigError: The rows are vectors and not images, or the directory holds other
-            files or a pack of other rows or options.
+            files or a pack of other rows or options, or a source file that holds many
+            images cannot be read.
+        StorageError: The directory cannot be read or written.
     """
     if rows.vectors is not None:
         raise ConfigError(
@@ -304,12 +333,15 @@ def pack(
 def _read_bad_rows(output: Storage, name: str) -> list[BadRow] | None:
     """Read which rows a stored shard leaves out because they are unreadable.
 
+    They are in the metadata of the file's footer. The rest of the file is not checked.
+
     Args:
         output: The directory of the pack.
         name: File name of the shard.
 
     Returns:
-        The id and the reason of each such row; None for a damaged file.
+        The id and the reason of each such row; None if the footer cannot be read or
+        has no such list, because the file is missing, damaged or not from a pack.
     """
     try:
         with output.open(name) as source, pa.parquet.ParquetFile(source) as file:
@@ -324,16 +356,22 @@ def _read_bad_rows(output: Storage, name: str) -> list[BadRow] | None:
 def _distribute_rows(
     rows: Rows, labeled: np.ndarray, shard_bytes: int
 ) -> dict[str, list[np.ndarray]]:
-    """Distribute the rows among shards and row groups.
+    """Distribute the shuffled rows among shards and row groups.
+
+    The result is the same at every call. Nothing is written.
 
     Args:
         rows: All N rows of the source.
         labeled: Whether each row counts as labeled, bool (N,).
-        shard_bytes: The size in bytes at which a shard ends.
+        shard_bytes: The size in bytes at which a shard ends. An image of unknown size
+            counts as 0 bytes.
 
     Returns:
-        File name of each shard -> its row groups, each with row numbers int64 (n,). A
-        shard holds rows of one split, and a row group either labeled or unlabeled rows.
+        File name of each shard, such as ``train-00000-of-00004.parquet`` -> its row
+        groups, each with row numbers int64 (n,). A shard holds rows of one split, and a
+        row group either labeled or unlabeled rows. In each split the labeled row groups
+        come first, and one shard may have both kinds. A split without rows has no
+        shard.
     """
     sizes = np.maximum(rows.images.sizes(np.arange(len(rows))), 0)
     shards: dict[str, list[np.ndarray]] = {}
@@ -361,18 +399,20 @@ def _shuffle_rows(
 ) -> np.ndarray:
     """Shuffle some rows, always in the same way.
 
-    If the source stores rows in groups that are read as a whole, rows are mixed inside
-    windows of about :data:`WINDOW_SHARDS` shards. Otherwise every shard would need data
-    of nearly every group.
+    If the source stores rows in groups that are read as a whole, these groups are put
+    into a random order, and rows are mixed only inside windows of about
+    :data:`WINDOW_SHARDS` shards. Without windows every shard would need data of nearly
+    every group. In other sources all given rows are mixed.
 
     Args:
         rows: All N rows of the source.
         members: Row numbers to shuffle, int64 (n,).
         sizes: The size of every image in bytes, (N,).
-        shard_bytes: The size of a shard in bytes.
+        shard_bytes: The size of a shard in bytes, from which the size of a window
+            follows.
 
     Returns:
-        The row numbers in their new order, int64 (n,).
+        ``members`` in their new order, int64 (n,).
     """
     groups, window = rows.images.groups(members), 1
     if groups is None:
@@ -387,15 +427,15 @@ def _shuffle_rows(
 def _divide_into_groups(order: np.ndarray, sizes: np.ndarray) -> Iterator[np.ndarray]:
     """Divide rows into consecutive row groups of a Parquet file.
 
-    A group has at most :data:`GROUP_ROWS` rows and at most :data:`GROUP_BYTES`, but at
-    least one row.
+    A group has at most 500 rows (:data:`GROUP_ROWS`) and at most 8 MiB
+    (:data:`GROUP_BYTES`), but at least one row, whatever its size.
 
     Args:
         order: Row numbers in the order in which they are stored, int64 (n,).
         sizes: The size of every image in bytes, (N,).
 
     Yields:
-        The row numbers of each group, int64.
+        The row numbers of each group, int64, which together are ``order``.
     """
     start = 0
     while start < len(order):
@@ -406,10 +446,11 @@ def _divide_into_groups(order: np.ndarray, sizes: np.ndarray) -> Iterator[np.nda
 
 
 def _encode(image: Image) -> bytes | str:
-    """Return the bytes to store for an image, or as text why it is unreadable.
+    """Return the bytes to store for an image, or as ``str`` why it is unreadable.
 
-    The image is decoded to check it. Encoded images keep their bytes, and pixels become
-    PNG.
+    An image that is given as a path is read from its file. The whole image is decoded
+    to check it. Encoded images keep their bytes, and pixels become PNG. A file that
+    cannot be read counts as an unreadable image.
     """
     try:
         content = (

@@ -37,9 +37,12 @@ TEXT, BINARY = (pa.string(), pa.large_string()), (pa.binary(), pa.large_binary()
 
 
 def values_in(column: Any) -> Iterator[Any]:
-    """Yield the values of an Arrow column as Python objects.
+    """Yield the values of an Arrow column as Python objects, None for a null.
 
-    Only ``ROWS_AT_ONCE`` of them are converted at a time, to save memory.
+    Only ``ROWS_AT_ONCE`` (8192) of them are converted at a time, to save memory.
+
+    Args:
+        column: An Arrow array or chunked array of any type.
     """
     starts = range(0, len(column), ROWS_AT_ONCE)
     return chain.from_iterable(
@@ -52,15 +55,22 @@ def parquet_files(
 ) -> tuple[str, list[filesystem.FileEntry]]:
     """Find the Parquet files of a source.
 
+    Names decide, and no Parquet file is opened. In a folder, ``pack.json`` is read.
+
     Args:
-        path: Path or URI of a Parquet file, or of a folder.
+        path: Path or URI of a Parquet file, whatever its ending, or of a folder. In a
+            folder, the files with the ending ``.parquet`` at any depth are found.
         follow_links: Whether links may lead out of the folder.
 
     Returns:
-        The folder that holds them all; and the files, with paths relative to it.
+        The folder that holds them all; and the files in the order of their paths, which
+        are relative to it. For a single file this is the folder that the file is in.
 
     Raises:
-        ConfigError: There are no Parquet files, or the folder is an unfinished pack.
+        ConfigError: ``path`` is missing, is a folder without Parquet files, or is an
+            unfinished pack: ``pack.json`` in it has ``finished`` false. Also if a
+            folder or ``pack.json`` cannot be read, a link leads out of the folder
+            and ``follow_links`` is False, or there are more than MAX_ROWS files.
     """
     if filesystem.kind(path) == "file":
         root, name = filesystem.split(path)
@@ -115,7 +125,7 @@ class ParquetImages(Images):
         self._forget_groups()
 
     def _forget_groups(self) -> None:
-        """Start with no row group in memory."""
+        """Set up a new lock and an empty cache of row groups."""
         self._lock = threading.Lock()
         self._recent = OrderedDict[int, Future[Any]]()
 
@@ -136,10 +146,20 @@ class ParquetImages(Images):
         return int(self._starts[-1])
 
     def read_images(self, rows: np.ndarray) -> list[Image]:
-        """Return the images of ``rows``, int64 (n,), in that order, as encoded bytes.
+        """Return the images of some rows, in that order, as encoded bytes.
 
-        Every row group is read once. If only some of its rows are needed, the row group
-        is kept for the next call. A row without bytes has empty bytes.
+        Every row group is read at most once. If only some of its rows are needed, it is
+        kept for later calls, or taken from memory if an earlier call kept it; the last
+        two such row groups are kept. A row group whose rows are all needed is read and
+        not kept.
+
+        Args:
+            rows: Row numbers, int64 (n,).
+
+        Returns:
+            n images as encoded bytes, empty for a row without bytes. In a column
+            struct<bytes, path> such an image is a
+            :class:`~uno.data.images.MissingImage` with the reason.
 
         Raises:
             ConfigError: A file is damaged or cannot be read.
@@ -157,7 +177,7 @@ class ParquetImages(Images):
         return found
 
     def _read_group(self, group: int) -> Any:
-        """Read the image column of a row group.
+        """Read the image column of a row group from its file, without the cache.
 
         Args:
             group: Number of the row group, counted over all files.
@@ -174,16 +194,17 @@ class ParquetImages(Images):
     def split_rows(self, rows: np.ndarray, size: int) -> Iterator[Images]:
         """Yield the images of some rows in parts, in the order of ``rows``.
 
-        A row group is read a few hundred rows at a time if ``rows`` ascend, so that
-        it may be larger than the memory. The images of a part are then read when the
-        part is yielded, otherwise when its method ``read_images`` is called.
+        If ``rows`` ascend (equal numbers are allowed), row groups are read 512 rows
+        (:data:`READ_ROWS`) at a time, so that they may be larger than the memory. The
+        images of a part are then in memory when the part is yielded. Otherwise they are
+        read when the method ``read_images`` of the part is called.
 
         Args:
             rows: Row numbers, int64 (n,).
             size: Number of images of each part; the last one may have fewer.
 
         Yields:
-            :class:`~uno.data.images.Images` of each part.
+            :class:`~uno.data.images.Images` of each part, numbered from 0 in it.
 
         Raises:
             ConfigError: A file is damaged or cannot be read.
@@ -201,10 +222,19 @@ class ParquetImages(Images):
             yield InMemory(images)
 
     def _scan(self, rows: np.ndarray) -> Iterator[Any]:
-        """Yield the image column of some rows, a few hundred rows at a time.
+        """Yield the image column of some rows, in their order and in several pieces.
+
+        A piece has the wanted rows among at most 512 consecutive rows of a row group,
+        which are read together. There is no piece where no row is wanted.
 
         Args:
             rows: Row numbers in ascending order, int64 (n,).
+
+        Yields:
+            Arrow arrays of the column's type: bytes or struct<bytes, path>.
+
+        Raises:
+            ConfigError: A file is damaged or cannot be read.
         """
         groups = self.groups(rows)
         for group in np.unique(groups).tolist():
@@ -219,11 +249,13 @@ class ParquetImages(Images):
                     break
 
     def _recent_group(self, group: int) -> Any:
-        """Return the image column of a row group and keep it for the next calls.
+        """Return the image column of a row group, from memory or from its file.
 
-        Threads that want the same row group wait for one read. Reads of different row
-        groups run at the same time: the lock is not held during a read. The
-        :data:`RECENT_GROUPS` row groups that were used last are kept.
+        A column that is read is kept in memory for the next calls. Threads that want
+        the same row group wait for one read, and all get its error if it fails. Reads
+        of different row groups run at the same time: the lock is not held during a
+        read. The two row groups (:data:`RECENT_GROUPS`) that were used last are kept.
+        After a read that failed nothing is kept, so the next call tries again.
 
         Args:
             group: Number of the row group, counted over all files.
@@ -266,16 +298,17 @@ class ParquetImages(Images):
         return found
 
     def sizes(self, rows: np.ndarray) -> np.ndarray:
-        """Return the approximate size of each image in bytes.
+        """Return the approximate stored size of each image in bytes.
 
-        The stored bytes of the column in a row group are divided evenly among its rows,
-        so that the sizes of all its rows add up to them.
+        The compressed bytes of the column in a row group, by the footer, are divided
+        evenly among its rows, so that the sizes of all its rows add up to them. No
+        image is read.
 
         Args:
             rows: Row numbers, int64 (n,).
 
         Returns:
-            int64 (n,).
+            int64 (n,), the mean size in the row group, rounded down or up.
         """
         groups = self.groups(rows)
         number, total, num = (
@@ -292,7 +325,8 @@ class ParquetImages(Images):
             rows: Row numbers, int64 (n,).
 
         Returns:
-            ns since 1970, int64 (n,).
+            ns since 1970, int64 (n,); -1 for a file of unknown time. They are the times
+            that were given when this object was made.
         """
         return self._times[self.groups(rows)]
 
@@ -302,7 +336,7 @@ class ParquetImages(Images):
 
     @property
     def is_remote(self) -> bool:
-        """Whether the Parquet files are in remote storage."""
+        """Whether any of the Parquet files is in remote storage (its path is a URI)."""
         return any(filesystem.is_uri(shard.path) for shard in self.shards)
 
     def reader(self) -> ParquetImages:
@@ -333,9 +367,12 @@ class ParquetShard:
     def metadata(self) -> Any:
         """The footer of the file, a ``pyarrow.parquet.FileMetaData``.
 
+        It is read from the file at the first use and kept.
+
         Raises:
-            ConfigError: The file cannot be read, is no Parquet file, or its footer
-                contradicts itself.
+            ConfigError: The file cannot be read or is no Parquet file; or the numbers
+                of rows of its row groups do not add up to the file's, or one is below
+                0.
         """
         with self.errors(), self._open() as file:
             found = file.metadata
@@ -349,10 +386,13 @@ class ParquetShard:
 
     @cached_property
     def schema(self) -> Any:
-        """The Arrow schema of the file.
+        """The Arrow schema of the file, by its footer, which is read at the first use.
+
+        Columns keep Arrow's dictionary and view types. The schema is cached.
 
         Raises:
-            ConfigError: The file cannot be read, or is no Parquet file.
+            ConfigError: The file cannot be read, is no Parquet file, or has a damaged
+                footer.
         """
         with self.errors():
             return self.metadata.schema.to_arrow_schema()
@@ -365,10 +405,12 @@ class ParquetShard:
             group: Number of the row group to read, None for the whole file.
 
         Returns:
-            An Arrow table. It is validated, so its text is UTF-8.
+            An Arrow table. It is validated, so its text is UTF-8. Columns of view types
+            are cast by :func:`without_views`.
 
         Raises:
-            ConfigError: The file is damaged or cannot be read.
+            ConfigError: The file is damaged or cannot be read, or its columns have
+                another number of rows than its footer says.
         """
         with (
             self.errors("Parquet file" if group is None else f"row group {group} of"),
@@ -407,11 +449,16 @@ class ParquetShard:
             )
 
     def column_bytes(self, group: int, column: str) -> int:
-        """Return the stored size of a column in a row group, in bytes.
+        """Return the stored, compressed size of a column in a row group, in bytes.
+
+        The footer tells it. The fields of a struct are added up.
 
         Args:
-            group: Number of the row group.
-            column: Name of the column.
+            group: Number of the row group in the file.
+            column: Name of the column. The size is 0 for a name that the file lacks.
+
+        Raises:
+            ConfigError: The footer is damaged or cannot be read.
         """
         row_group = self.metadata.row_group(group)
         chunks = (row_group.column(i) for i in range(row_group.num_columns))
@@ -422,12 +469,16 @@ class ParquetShard:
     def holds_only_paths(self, column: str) -> bool:
         """Return whether ``bytes`` is null in all rows of a column of images.
 
-        The number of nulls in the statistics of the file's footer tells it. The result
-        is False for a file without them, and for one without rows.
+        The number of nulls in the statistics of the file's footer tells it; no column
+        is read. The result is False if a row group has no such statistics, and for a
+        file without rows.
 
         Args:
             column: Name of a column struct<bytes, path>. The result is False for a
                 column of another type, and for a name that the file lacks.
+
+        Raises:
+            ConfigError: The footer is damaged or cannot be read.
         """
         num_nulls = 0
         with self.errors():
@@ -441,19 +492,22 @@ class ParquetShard:
         return 0 < num_nulls == self.metadata.num_rows
 
     def batches(self, column: str, group: int) -> Iterator[Any]:
-        """Yield a column of a row group, at most :data:`READ_ROWS` rows at a time.
+        """Yield a column of a row group in batches of at most 512 rows.
 
         It is read in small pieces, so that the row group may be larger than the memory.
+        The number of rows is compared with the footer after the last batch.
 
         Args:
             column: Name of the column.
             group: Number of the row group in the file.
 
         Yields:
-            Arrow record batches.
+            Arrow record batches with this one column, validated and with view types
+            cast by :func:`without_views`.
 
         Raises:
-            ConfigError: The file is damaged or cannot be read.
+            ConfigError: The file is damaged or cannot be read, or the row group has
+                another number of rows than the footer says.
         """
         num, size = 0, READ_BYTES[filesystem.is_uri(self.path)]
         with (
@@ -470,8 +524,11 @@ class ParquetShard:
     def _open(self, **options: Any) -> Iterator[Any]:
         """Open the file as a ``pyarrow.parquet.ParquetFile`` for a ``with`` block.
 
+        Checksums of pages are verified. Errors are those of pyarrow and of the storage,
+        which :meth:`errors` turns into a ConfigError.
+
         Args:
-            **options: Arguments of ``ParquetFile``.
+            **options: Further arguments of ``ParquetFile``.
         """
         with (
             filesystem.open_file(self.path) as file,
@@ -482,7 +539,10 @@ class ParquetShard:
             yield parquet
 
     def errors(self, what: str = "Parquet file") -> AbstractContextManager[None]:
-        """Return a context in which errors of reading become ConfigErrors.
+        """Return a context manager that turns errors of reading into a ConfigError.
+
+        They are OSError, UnicodeError and ArrowException, and the message is ``cannot
+        read WHAT PATH: REASON``.
 
         Args:
             what: What is read, for the error message.
@@ -491,14 +551,16 @@ class ParquetShard:
 
 
 def _images_in(column: Any) -> list[Image]:
-    """Return the images of an Arrow column.
+    """Return the encoded images of an Arrow column.
 
     Args:
-        column: Arrow array of bytes or struct<bytes, path>.
+        column: Arrow array of bytes or struct<bytes, path>, which may be dictionary
+            encoded.
 
     Returns:
-        The bytes of each row. A row without bytes has an empty image; in a column of
-        structs the image also says why.
+        The bytes of each row. A null or empty value gives empty bytes; in a column of
+        structs these are a :class:`~uno.data.images.MissingImage`, which has the
+        reason. Files that a path names are not read.
     """
     column = column.cast(plain_type(column.type))
     if column.type in BINARY:
@@ -514,8 +576,8 @@ def _without_bytes(path: str | None) -> str:
     """Return the reason why a row has no image, and what to do, for messages.
 
     Args:
-        path: The path of the row in a column struct<bytes, path>; None or '' if it has
-            none, too.
+        path: The path of the row in a column struct<bytes, path>, of which the text has
+            the first 200 characters; None or '' if the row has no path, either.
     """
     has = f"only the path {one_line(path)[:200]}" if path else "and no path"
     return (
@@ -532,8 +594,9 @@ def json_at(text: str | bytes, *names: str) -> Any:
         *names: The keys that lead to the value, from the outermost object on.
 
     Returns:
-        The value, None if there is none or the text is no JSON. A value null is None,
-        too.
+        The value, as Python's ``json`` returns it; the whole document without keys.
+        None if a key is missing, a value on the way is no object, or the text is no
+        JSON or is nested too deeply. A value null is None, too.
     """
     try:
         value = filesystem.parse_json(text)
@@ -548,8 +611,10 @@ def plain_type(kind: Any) -> Any:
     """Return the Arrow type that a column has without dictionary encoding and views.
 
     Args:
-        kind: An Arrow type. For a dictionary, the type of its values is used. A view of
-            text or bytes becomes large text or bytes.
+        kind: An Arrow type. For a dictionary, the type of its values is used. Then
+            string_view becomes large_string, and binary_view becomes large_binary.
+            Other types are returned as they are, and types inside a struct or a list
+            are not changed.
     """
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     return VIEWS.get(kind, kind)
@@ -559,7 +624,8 @@ def without_views(table: Any) -> Any:
     """Cast columns of Arrow's view types to the types that most tools read.
 
     A column of type ``string_view`` becomes ``large_string``, and ``binary_view``
-    becomes ``large_binary``. Other columns stay as they are.
+    becomes ``large_binary``. Other columns stay as they are, also structs and lists of
+    such types. ``table`` itself is not changed.
 
     Args:
         table: A ``pyarrow.Table`` or ``pyarrow.RecordBatch``.
@@ -577,14 +643,18 @@ def without_views(table: Any) -> Any:
 
 
 def check_images(source: str, kind: Any) -> None:
-    """Check that a column can hold images.
+    """Raise an error if the Arrow type of a column cannot hold images.
+
+    No value is looked at.
 
     Args:
         source: The source, as the error message names it.
-        kind: The Arrow type of the column.
+        kind: The Arrow type of the column. A dictionary counts as the type of its
+            values, and a view type as its plain type.
 
     Raises:
-        ConfigError: The type is neither bytes nor text nor a struct with bytes.
+        ConfigError: The type is neither bytes (the images) nor text (their paths) nor a
+            struct with a field ``bytes`` of type binary or large_binary.
     """
     kind = plain_type(kind)
     fields = (
