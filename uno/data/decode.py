@@ -207,7 +207,7 @@ def decode_square_and_rgb(
     """
     if isinstance(image, np.ndarray):
         return decode(image, size, how), decode_rgb(image, side)
-    data = _read(image)
+    data = read_encoded(image)
     picture = _open(data, side)
     if picture.format in JPEGS and _open(data, size).size != picture.size:
         return decode(data, size, how), decode_rgb(data, side)
@@ -449,7 +449,7 @@ def read_header(image: Image) -> Header:
             first = file.read(min(size, HEADER_BYTES))
         with suppress(BadImage):
             return _header_of(_open(first, num_bytes=size))
-    return _header_of(_open(_read(image)))
+    return _header_of(_open(read_encoded(image)))
 
 
 def _header_of(picture: Pillow.Image) -> Header:
@@ -476,7 +476,7 @@ def inspect_image(image: Image) -> ImageFacts:
     """
     if isinstance(image, np.ndarray):
         return ImageFacts(read_header(image), int(image.max()))
-    data = _read(image)
+    data = read_encoded(image)
     picture = _open(data)
     header = _header_of(picture)
     has_pages = bool(getattr(getattr(picture, "tag_v2", None), "next", 0))
@@ -530,7 +530,7 @@ def _load_rgb(image: Image, side: int, value_range: Range | None) -> Pillow.Imag
     if isinstance(image, np.ndarray):
         _check_array(image)
         return Pillow.fromarray(image)
-    return _turn_to_rgb(_open(_read(image), side), value_range)
+    return _turn_to_rgb(_open(read_encoded(image), side), value_range)
 
 
 def _turn_to_rgb(picture: Pillow.Image, value_range: Range | None) -> Pillow.Image:
@@ -678,7 +678,7 @@ def _open(
     return picture
 
 
-def _read(image: bytes | str) -> bytes:
+def read_encoded(image: bytes | str) -> bytes:
     """Return the bytes of an encoded image, or read those of an image file.
 
     A file that is too large gives its first MAX_IMAGE_BYTES + 1 bytes.

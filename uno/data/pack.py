@@ -22,15 +22,15 @@ import pyarrow.parquet
 from PIL import Image as Pillow
 
 from uno.data.columns import find_rows
-from uno.data.decode import BadImage, decode_rgb, prefetch_map
-from uno.data.files import Storage, read_bytes
+from uno.data.decode import BadImage, decode_rgb, prefetch_map, read_encoded
+from uno.data.files import Storage
 from uno.data.images import Image
 from uno.data.output import claim_directory, delete_temporary_files
 from uno.data.parquet import FOOTERS, PACKED, PACKING, json_at
 from uno.data.rows import Rows
 from uno.data.sampling import by_windows
 from uno.data.unreadable import check_bad
-from uno.errors import ConfigError, StorageError, one_line
+from uno.errors import ConfigError, StorageError
 from uno.limits import MAX_IMAGE_BYTES
 
 GROUP_BYTES = 8 * 2**20  # largest size of a row group, unless one image is larger
@@ -449,19 +449,17 @@ def _encode(image: Image) -> bytes | str:
     """Return the bytes to store for an image, or as ``str`` why it is unreadable.
 
     An image that is given as a path is read from its file. The whole image is decoded
-    to check it. Encoded images keep their bytes, and pixels become PNG. A file that
-    cannot be read counts as an unreadable image.
+    to check it. Encoded images keep their bytes, and pixels become PNG.
+
+    Raises:
+        StorageError: The image's file cannot be read now, but perhaps later.
     """
     try:
-        content = (
-            image if not isinstance(image, str) else read_bytes(image, MAX_IMAGE_BYTES)
-        )
+        content = image if isinstance(image, np.ndarray) else read_encoded(image)
         # checks the image at its full size, whatever its range of values
         decode_rgb(content, MAX_IMAGE_BYTES, (0, 1))
     except BadImage as error:
         return str(error)
-    except OSError as error:
-        return one_line(error.strerror or error)
     if isinstance(content, np.ndarray):
         file = io.BytesIO()
         Pillow.fromarray(content).save(file, "PNG")

@@ -11,12 +11,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from uno.config import Config, override
+from uno.data import decode
 from uno.data import pack as module
 from uno.data.decode import decode_many, ok_mask
 from uno.data.files import Storage
 from uno.data.pack import pack, store_local
 from uno.data.sources import read_rows
 from uno.data.splits import labeled_rows, make_task
+from uno.errors import StorageError
 
 from .builders import encoded, failure, hf_table, pixels, write_images
 
@@ -172,6 +174,23 @@ def test_a_pack_with_a_bad_image_and_one_that_was_killed(tmp_path, monkeypatch):
         (tmp_path / "out" / name).stat().st_mtime_ns == time
         for name, time in times.items()
     )
+
+
+def test_an_image_that_storage_refuses_for_a_moment_is_not_left_out(
+    tmp_path, monkeypatch
+):
+    source, output = images(tmp_path / "images"), tmp_path / "packed"
+    read, refusals = decode.read_bytes, [OSError("AWS Error SLOW_DOWN")]
+
+    def read_bytes(path, max_bytes):
+        if path.endswith("dog/3.png") and refusals:
+            raise refusals.pop()
+        return read(path, max_bytes)
+
+    monkeypatch.setattr(decode, "read_bytes", read_bytes)
+    with pytest.raises(StorageError, match="SLOW_DOWN"):
+        packed(source, output)
+    assert packed(source, output).packed == 40
 
 
 def test_truth_keeps_names_that_no_label_has(tmp_path):
