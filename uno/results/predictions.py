@@ -359,13 +359,14 @@ class PartWriter(NamedTuple):
                 :func:`result_table`.
         """
         index = results["class_index"].combine_chunks()
-        kinds = pa.array(
-            [kind for _, kind in prediction_labels(self.classes)], pa.string()
+        names, kinds = (
+            pa.array(labels, pa.string())
+            for labels in zip(*prediction_labels(self.classes), strict=True)
         )
         bad = pa.compute.is_valid(results["reason"])
         columns = {
             **{name: results[name] for name in results.column_names},
-            "class_name": _names_of_classes(self.classes).take(index),
+            "class_name": names.take(index),
             "kind": kinds.take(index),
             "status": pa.compute.if_else(bad, "bad", "ok"),
             "model_hash": pa.repeat(self.identity["model_hash"], len(results)),
@@ -697,15 +698,6 @@ def rename(storage: Storage, classes: list[OutputClass]) -> bool:
         writer.write(storage, number, table)
     _write_mark(storage, identity, mark.part_rows, "complete")
     return True
-
-
-def _names_of_classes(classes: Sequence[OutputClass]) -> pa.Array:
-    """Return the name that predictions give to each class, as a string array (C,).
-
-    It is "rejected" for dropped classes, see
-    :func:`~uno.results.classes.prediction_labels`.
-    """
-    return pa.array([name for name, _ in prediction_labels(classes)], pa.string())
 
 
 class Mark(NamedTuple):
