@@ -12,7 +12,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -117,7 +117,6 @@ class Classifier:
         model_hash: Hash of the weights, the image transform and the temperature (the
             divisor of the cosines in the softmax). The names of the classes do not
             change it.
-        device: The device of the network.
     """
 
     module: UnoModel
@@ -126,7 +125,11 @@ class Classifier:
     best_head: int
     alignment: Tensor | None
     model_hash: str
-    device: torch.device
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the network."""
+        return self.module.known.weight.device
 
     @property
     def size(self) -> int:
@@ -153,15 +156,13 @@ class Classifier:
         return min(MAX_BATCH_ROWS, int(2 ** (fit.bit_length() - 1)))
 
     def to(self, device: torch.device | str) -> Classifier:
-        """Move the network to a device, and return the classifier with this device.
-
-        The network is moved in place, so this classifier's network moves, too, while
-        its ``device`` does not change. Only the returned classifier is to be used.
+        """Move the network to a device in place, and return this classifier.
 
         Args:
             device: The device, such as "cpu" or "cuda".
         """
-        return replace(self, module=self.module.to(device), device=torch.device(device))
+        self.module.to(device)
+        return self
 
     @torch.inference_mode()
     def score(self, images: Tensor) -> Scores:
@@ -528,15 +529,8 @@ def build_classifier(
         .requires_grad_(False)
         .to(memory_format=torch.channels_last)
     )
-    device = module.known.weight.device
     return Classifier(
-        module,
-        config,
-        classes,
-        best_head,
-        alignment,
-        _model_hash(config, files),
-        device,
+        module, config, classes, best_head, alignment, _model_hash(config, files)
     )
 
 
