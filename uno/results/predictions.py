@@ -35,7 +35,7 @@ from uno.data.images import Images, path_of
 from uno.data.rows import Rows
 from uno.errors import ConfigError, StorageError
 from uno.results.classes import OutputClass, hashes, prediction_labels
-from uno.results.infer import BATCH_BYTES, NUMBERS, Classifier, Scores
+from uno.results.infer import NUMBERS, Classifier, Scores, rows_that_fit
 from uno.threads import available_cpus
 
 FOLDER = "predictions"
@@ -138,8 +138,7 @@ class InputSpec(NamedTuple):
             The form. Its ``chunk_rows`` is ``part_rows``, or the largest power of two
             of images with at most 64 MiB of pixels if that is less, but at least 1.
         """
-        fit = max(1, BATCH_BYTES // (3 * model.size**2))
-        rows = min(part_rows, 2 ** (fit.bit_length() - 1))
+        rows = min(part_rows, rows_that_fit(model.size))
         return cls(model.size, rows, Decoding.of(model.config.data))
 
 
