@@ -390,17 +390,15 @@ def decide_setting(
             ),
         )
     told = data.known_classes is not None or bool(declared)
+    setting: Literal["ncd", "gcd"] = "gcd"
     if data.unlabeled_known_fraction:
-        setting, why = (
-            "gcd",
-            "--data.unlabeled-known-fraction",
-        )  # type: tuple[Literal["ncd", "gcd"], str]
+        why = "--data.unlabeled-known-fraction"
     elif told:
         setting, why = "ncd", "labels of the other classes are hidden"
     elif no := why_not_gcd(config):
         setting, why = "ncd", no
     else:
-        setting, why = "gcd", "assumed"
+        why = "assumed"
     other = (
         "; if all are new, pass --data.setting ncd"
         if setting == "gcd" and not told
