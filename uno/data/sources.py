@@ -24,8 +24,8 @@ from uno.data.annotated_folder import has_labels, read_annotated_folder
 from uno.data.cifar import LAYOUTS, read_cifar, recognize_cifar
 from uno.data.columns import (
     chunks,
+    class_codes,
     class_indices,
-    has_label,
     join_labels,
     joined,
     make_ids,
@@ -480,7 +480,7 @@ def read_two_folders(labeled: str, unlabeled: str, follow_links: bool = False) -
     options = ReadOptions(follow_links=follow_links)
     known = read_folder(labeled, options, kind, "--labeled")
     others = read_images(unlabeled, follow_links)
-    loose = np.flatnonzero(~has_label(known.labels))
+    loose = np.flatnonzero(class_codes(known.labels) < 0)
     if len(loose):
         found = (
             f"{plural(len(loose), 'image')} in no class subfolder, e.g."
