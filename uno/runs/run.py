@@ -30,7 +30,7 @@ from uno.errors import ConfigError, StorageError
 from uno.methods import load, load_pretext
 from uno.model import UnoModel, build_network
 from uno.runs import DISCOVER, PRETEXT, PRETRAIN
-from uno.runs.checkpoint import checkpoint_steps, load_checkpoint, load_newest
+from uno.runs.checkpoint import checkpoint_steps, load_newest
 from uno.runs.hardware import prepare_compiler
 from uno.steps import (
     Batch,
@@ -477,34 +477,24 @@ def _load_phase_(model: UnoModel, storage: Storage, phase: str) -> bool:
 
 
 def load_trained(
-    config: Config,
-    storage: Storage,
-    num_known: int,
-    num_novel: int,
-    step: int | None = None,
+    config: Config, storage: Storage, num_known: int, num_novel: int
 ) -> tuple[UnoModel, int]:
-    """Load the model of a run from a checkpoint of discovery, in eval mode.
+    """Load the model of a run from its newest checkpoint of discovery, in eval mode.
 
     Args:
         config: The configuration of the run.
         storage: The run directory.
         num_known: The number of known classes.
         num_novel: The number of novel classes.
-        step: The number of optimizer steps before the checkpoint; None for the newest
-            valid checkpoint.
 
     Returns:
         The model on the CPU with normalized prototypes, and the index of its best head,
         which has the lowest training loss.
 
     Raises:
-        StorageError: There is no such valid checkpoint.
+        StorageError: There is no valid checkpoint.
     """
-    checkpoint = (
-        load_newest(storage, DISCOVER)
-        if step is None
-        else load_checkpoint(storage, DISCOVER, step)
-    )
+    checkpoint = load_newest(storage, DISCOVER)
     if checkpoint is None:
         raise StorageError(
             f"no discovery checkpoint in {storage.uri}: run uno discover first"
