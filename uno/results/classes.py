@@ -144,7 +144,8 @@ class ModelClasses(BaseModel):
 
         If ``measured`` is None, they belong to classes without any merge or drop.
         """
-        at_first = hashes(without_merges(self.classes))["routes"]
+        unmerged = [replace(c, into=c.index) for c in self.classes]
+        at_first = hashes(unmerged)["routes"]
         return (self.measured or at_first) == hashes(self.classes)["routes"]
 
     def as_measured(self) -> ModelClasses:
@@ -223,18 +224,6 @@ def merge_outputs(probabilities: Tensor, classes: Sequence[OutputClass]) -> Tens
         return probabilities
     targets = torch.tensor(into).to(probabilities.device, non_blocking=True)
     return torch.zeros_like(probabilities).index_add(-1, targets, probabilities)
-
-
-def without_merges(classes: Sequence[OutputClass]) -> list[OutputClass]:
-    """Return the classes as if none had been merged or dropped.
-
-    Args:
-        classes: The output classes. They are not changed.
-
-    Returns:
-        Copies with the same names, where ``into`` is the class itself.
-    """
-    return [replace(c, into=c.index) for c in classes]
 
 
 def edits_of(classes: Sequence[OutputClass]) -> list[tuple[OutputClass, str]]:
