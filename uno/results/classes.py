@@ -273,7 +273,7 @@ def template(classes: Sequence[OutputClass], model_hash: str) -> str:
 
     Args:
         classes: The classes of the model. Their present names and actions are written.
-        model_hash: The hash of the model, which :func:`read_edits` compares.
+        model_hash: The hash of the model, which :func:`apply_edits` compares.
     """
     lines = [HEADER + f"model: {_format_scalar(model_hash)}", "classes:"]
     for c in classes:
@@ -356,7 +356,7 @@ class ClassEdits(BaseModel):
     classes: list[ClassEdit]
 
 
-def read_edits(
+def apply_edits(
     data: bytes, where: str, classes: Sequence[OutputClass], model_hash: str
 ) -> list[OutputClass]:
     """Apply the names and actions of an edited ``classes.yaml`` to the classes.
