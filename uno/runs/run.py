@@ -194,18 +194,13 @@ def run_phase(
     settings: PhaseConfig = getattr(config, name)
     sizes = len(train.labels), train.num_unlabeled, worker.world_size
     plan = plan_phase(config, name, *sizes) if settings.epochs else None
-    steps_per_epoch, batch_rows = 1, 0  # values for a phase without steps
-    if plan is not None:
-        steps_per_epoch = plan.steps_per_epoch
-        batch_rows = plan.labeled_size + plan.unlabeled_size
-    step = _make_step(config, name, worker)
     phase = Phase(
         name,
         settings,
-        steps_per_epoch,
-        batch_rows,
-        config.train.max_steps,
-        step,
+        steps_per_epoch=plan.steps_per_epoch if plan else 1,
+        images_per_step=plan.labeled_size + plan.unlabeled_size if plan else 0,
+        max_steps=config.train.max_steps,
+        step=_make_step(config, name, worker),
     )
     model, has_known = _build_initial_network(config, name, train, storage)
     model = model.to(worker.device).to(memory_format=torch.channels_last)
