@@ -525,8 +525,8 @@ def classes(argv: Sequence[str]) -> None:
     from uno.limits import MAX_STATE_BYTES
     from uno.results.classes import (
         YAML_FILE,
+        apply_edits,
         edits_of,
-        read_edits,
         rename_classes,
         template,
     )
@@ -555,7 +555,7 @@ def classes(argv: Sequence[str]) -> None:
     data = template(model.classes, model.model_hash).encode()
     if is_there:
         data = folder.read(name, MAX_STATE_BYTES)
-    edited = read_edits(data, path, model.classes, model.model_hash)
+    edited = apply_edits(data, path, model.classes, model.model_hash)
     if own.rename or labels is not None:
         named = (
             rename_classes(edited, own.rename)
@@ -563,7 +563,7 @@ def classes(argv: Sequence[str]) -> None:
             else _name_by_labels(storage, edited, labels)
         )
         data = template(named, model.model_hash).encode()
-        edited = read_edits(data, path, model.classes, model.model_hash)
+        edited = apply_edits(data, path, model.classes, model.model_hash)
     if not own.rename:
         for c, fate in edits_of(edited):
             print_line(f"  {c.index:4}  {c.name}  {fate}".rstrip())

@@ -44,7 +44,7 @@ from uno.data.tar import read_tar
 from uno.encoders.weights import read_weights
 from uno.errors import UnoError
 from uno.report.facts import read_facts
-from uno.results.classes import OutputClass, read_edits, template
+from uno.results.classes import OutputClass, apply_edits, template
 from uno.results.infer import load_classifier
 from uno.runs.checkpoint import (
     Checkpoint,
@@ -143,7 +143,7 @@ def read_yaml(folder: Path, data: bytes) -> None:
 
 
 def read_classes(folder: Path, data: bytes) -> None:
-    read_edits(data, "classes.yaml", CLASSES, "0123456789abcdef")
+    apply_edits(data, "classes.yaml", CLASSES, "0123456789abcdef")
 
 
 def write_run(folder: Path, changed: bytes) -> Storage:

@@ -31,19 +31,9 @@ from uno.text import plural
 TORCH = (".pt", ".pth")
 ARRAYS = (".npy", ".npz", *TORCH)
 OF_NUMPY = (torch.float16, torch.float32, torch.float64)  # floats that NumPy has
-# Errors that np.load raises for damaged files, and for files that it cannot read.
+# Errors that np.load and torch.load raise for damaged files, and for files that they
+# cannot read. UnpicklingError is raised for Python objects, too.
 UNREADABLE = (
-    OSError,
-    ValueError,
-    LookupError,
-    EOFError,
-    MemoryError,
-    RuntimeError,
-    zipfile.BadZipFile,
-    zlib.error,
-)
-# The same of torch.load. The first one is that of Python objects, too.
-UNREADABLE_BY_TORCH = (
     pickle.UnpicklingError,
     OSError,
     ValueError,
@@ -51,7 +41,10 @@ UNREADABLE_BY_TORCH = (
     AttributeError,
     LookupError,
     EOFError,
+    MemoryError,
     RuntimeError,
+    zipfile.BadZipFile,
+    zlib.error,
 )
 TORCH_FIX = "save {'embedding': tensor, 'label': list of text} with torch.save"
 COLUMNS = ("id", "embedding", "label", "eval_label", "split", "path", "text")
@@ -195,7 +188,7 @@ def read_torch(path: str) -> np.ndarray | dict[str, np.ndarray]:
                 content = torch.load(file, map_location="cpu", weights_only=True)
     except ConfigError:
         raise
-    except UNREADABLE_BY_TORCH as error:
+    except UNREADABLE as error:
         reason = one_line(error)
         if isinstance(error, pickle.UnpicklingError):  # its message advises to run them
             reason = "it is damaged, or holds Python objects, which are not opened"

@@ -99,11 +99,6 @@ def class_indices(labels: pa.DictionaryArray, classes: Sequence[str]) -> np.ndar
     return np.append(index, -1).astype(np.int64)[class_codes(labels)]
 
 
-def has_label(labels: pa.DictionaryArray) -> np.ndarray:
-    """Return whether each row has a label, bool (N,)."""
-    return class_codes(labels) >= 0
-
-
 def present_classes(labels: pa.DictionaryArray) -> set[str]:
     """Return the names of the classes that have at least one row of ``labels``."""
     return {*labels.dictionary.take(labels.indices.unique().drop_null()).to_pylist()}

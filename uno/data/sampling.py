@@ -8,7 +8,6 @@ resumed run needs no stored random state.
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -109,8 +108,8 @@ def make_plan(
         ConfigError: There are no labeled or no unlabeled rows; or the batch size does
             not work, because it is odd and balanced, an epoch does not fill one batch,
             or the number of workers does not divide B_l and B_u. The message names the
-            nearest smaller size that works, or else the nearest larger one. If there
-            is none, it advises to use fewer workers.
+            nearest smaller size that works. If there is none, it advises to use fewer
+            workers or a larger size.
     """
     if num_labeled < 1 or num_unlabeled < 1:
         found = f"found {num_labeled} labeled, {num_unlabeled} unlabeled"
@@ -121,12 +120,14 @@ def make_plan(
     sizes = sizes_of(batch_size)
     if not isinstance(sizes, str):
         return Plan(seed, num_labeled, num_unlabeled, *sizes)
-    most = min(2 * (num_labeled + num_unlabeled), batch_size + 100_000)
-    smaller = range(min(batch_size - 1, most), 1, -1)
-    larger = range(batch_size + 1, most + 1)
-    works = (b for b in chain(smaller, larger) if not isinstance(sizes_of(b), str))
-    valid = next(works, None)
-    fix = f"a batch_size that works: {valid}" if valid else "use fewer workers"
+    smaller = largest_batch(
+        batch_sampling, batch_size - 1, num_labeled, num_unlabeled, num_workers
+    )
+    fix = (
+        "use fewer workers or a larger batch_size"
+        if isinstance(sizes_of(smaller), str)
+        else f"a batch_size that works: {smaller}"
+    )
     raise ConfigError(f"batch_size {batch_size}: {sizes}; {fix}")
 
 

@@ -24,8 +24,8 @@ from uno.data.annotated_folder import has_labels, read_annotated_folder
 from uno.data.cifar import LAYOUTS, read_cifar, recognize_cifar
 from uno.data.columns import (
     chunks,
+    class_codes,
     class_indices,
-    has_label,
     join_labels,
     joined,
     make_ids,
@@ -326,9 +326,9 @@ def read_digits() -> Rows:
 
 
 def read_folder(
-    root: str, kind: str = "folder", flag: str = "--data", follow_links: bool = False
+    root: str, options: ReadOptions, kind: str = "folder", flag: str = "--data"
 ) -> Rows:
-    """Read a folder whose subfolders are classes.
+    """Read a folder whose subfolders are classes, or only its images.
 
     The layout is either ``CLASS/...`` with training images only; or, if there is a
     folder ``train`` with subfolders, ``train/CLASS/...`` and the same for the other
@@ -338,18 +338,21 @@ def read_folder(
 
     Args:
         root: Path or URI of the folder.
+        options: How the source is read. With ``images_only`` every image below the
+            folder is an unlabeled row instead, see :func:`read_images`.
         kind: "classes" for the first layout, even if a class is called train; "splits"
             for the second one if it is there, else the first; "folder" for the same
             choice, but folders that could have either layout are refused, and so are
             those with boxes as annotations (COCO, YOLO or Pascal VOC).
         flag: The option that names the folder, for messages.
-        follow_links: Whether links may lead out of the folder.
 
     Raises:
         ConfigError: ``root`` is no folder, there are no images, a class folder has
             none, or ``kind`` is "folder" and the folder is refused. If the layout is
             not clear, the message says which ``flag`` to give.
     """
+    if options.images_only:
+        return read_images(root, options.follow_links)
     folders, _ = children(_require_folder(root))
     if kind == "folder":
         refuse_annotations(root)
@@ -358,7 +361,9 @@ def read_folder(
         "train" in folders and children(join(root, "train"))[0]
     ):
         splits = {"": "train"}
-    rows, others = _read_below_prefixes(root, f"folder:{root}", splits, follow_links)
+    rows, others = _read_below_prefixes(
+        root, f"folder:{root}", splits, options.follow_links
+    )
     if others and kind == "folder":
         named = ", ".join(others[:3]) + ", ..." * (len(others) > 3)
         ways = (
@@ -374,26 +379,6 @@ def read_folder(
     if kind == "folder" and splits == {"": "train"}:
         _require_classes(rows, root, flag)
     return rows
-
-
-def read_class_folder(path: str, options: ReadOptions, *, kind: str) -> Rows:
-    """Read a folder whose subfolders are classes, or only its images.
-
-    Args:
-        path: Path or URI of the folder.
-        options: How the source is read. With ``images_only`` every image below the
-            folder is an unlabeled row, see :func:`read_images`.
-        kind: "classes" if the subfolders of ``path`` are the classes; "splits" if the
-            subfolders of ``path/train`` and of other splits are; "folder" to decide
-            between them, see :func:`read_folder`.
-
-    Raises:
-        ConfigError: ``path`` is no folder or has no images; or :func:`read_folder`
-            refuses it.
-    """
-    if options.images_only:
-        return read_images(path, options.follow_links)
-    return read_folder(path, kind, follow_links=options.follow_links)
 
 
 SPLIT_WORDS = {*SPLITS, "training", "testing", "dev", "eval", "evaluation", "validate"}
@@ -492,9 +477,10 @@ def read_two_folders(labeled: str, unlabeled: str, follow_links: bool = False) -
             f"--labeled {labeled} and --unlabeled {unlabeled} overlap; give separate"
             " folders"
         )
-    known = read_folder(labeled, kind, "--labeled", follow_links)
+    options = ReadOptions(follow_links=follow_links)
+    known = read_folder(labeled, options, kind, "--labeled")
     others = read_images(unlabeled, follow_links)
-    loose = np.flatnonzero(~has_label(known.labels))
+    loose = np.flatnonzero(class_codes(known.labels) < 0)
     if len(loose):
         found = (
             f"{plural(len(loose), 'image')} in no class subfolder, e.g."
@@ -755,9 +741,9 @@ SOURCES = {
         for name in LAYOUTS
     },
     "imagenet": Source(read_imagenet),
-    "folder": Source(partial(read_class_folder, kind="folder"), reads_subfolders=True),
-    "classes": Source(partial(read_class_folder, kind="classes")),
-    "splits": Source(partial(read_class_folder, kind="splits")),
+    "folder": Source(read_folder, reads_subfolders=True),
+    "classes": Source(partial(read_folder, kind="classes")),
+    "splits": Source(partial(read_folder, kind="splits")),
     "imagefolder": Source(read_annotated_folder, reads_subfolders=True),
     "parquet": Source(read_parquet, suffixes=(".parquet",), reads_subfolders=True),
     "table": Source(read_table, suffixes=(".csv", ".tsv", ".jsonl")),

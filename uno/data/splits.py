@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from uno.config import Config, DataConfig, why_not_gcd
-from uno.data.columns import class_codes, class_indices, has_label, present_classes
+from uno.data.columns import class_codes, class_indices, present_classes
 from uno.data.files import read_text
 from uno.data.images import evenly_spaced
 from uno.data.rows import Rows
@@ -294,7 +294,7 @@ def held_out(
         Whether each row is chosen, bool (N,).
     """
     labels = np.where(is_train, class_indices(rows.labels, known), -1)
-    hidden = np.flatnonzero(is_train & (labels < 0) & has_label(rows.labels))
+    hidden = np.flatnonzero(is_train & (labels < 0) & (class_codes(rows.labels) >= 0))
     chosen = np.zeros(len(rows), dtype=bool)
     chosen[
         _draw_share(HELD_OUT, [hidden, *rows_of_classes(labels, len(known))], share)
@@ -390,17 +390,15 @@ def decide_setting(
             ),
         )
     told = data.known_classes is not None or bool(declared)
+    setting: Literal["ncd", "gcd"] = "gcd"
     if data.unlabeled_known_fraction:
-        setting, why = (
-            "gcd",
-            "--data.unlabeled-known-fraction",
-        )  # type: tuple[Literal["ncd", "gcd"], str]
+        why = "--data.unlabeled-known-fraction"
     elif told:
         setting, why = "ncd", "labels of the other classes are hidden"
     elif no := why_not_gcd(config):
         setting, why = "ncd", no
     else:
-        setting, why = "gcd", "assumed"
+        why = "assumed"
     other = (
         "; if all are new, pass --data.setting ncd"
         if setting == "gcd" and not told

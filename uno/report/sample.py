@@ -179,9 +179,7 @@ def open_model(
         config, storage, task.num_known, task.num_novel
     )
     classes = first_classes(task.known, task.num_novel)
-    return Classifier(
-        module.to(device), config, classes, best_head, None, "", torch.device(device)
-    )
+    return Classifier(module.to(device), config, classes, best_head, None, "")
 
 
 def score_sample(task: Task, model: Classifier, decode: Decode) -> Sample:

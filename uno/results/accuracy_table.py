@@ -112,37 +112,6 @@ class Table(NamedTuple):
         return {split: groups for split, groups in found.items() if groups}
 
 
-def accuracy_rows() -> list[Row]:
-    """Return all rows of the table :data:`ACCURACY`, in order.
-
-    These are the accuracy under each protocol, then the baselines of the novel classes
-    (chance, k-means and spectral clustering), and last the other metrics of novel
-    classes under the task-aware protocol, such as NMI, which the console does not show.
-    """
-    protocols = [
-        Row(
-            protocol.label,
-            protocol.meaning,
-            f"{{split}}/{{group}}/{name}/acc/{{which}}",
-            in_console=name in ("task_aware", "task_agnostic_strict"),
-        )
-        for name, protocol in PROTOCOLS.items()
-    ]
-    others = {name: metric for name, metric in METRICS.items() if name != "acc"}
-    meaning, path = (
-        "Of the discovered classes: {}.",
-        "{{split}}/{{group}}/task_aware/{}/{{which}}",
-    )
-    return [*protocols, *NOVEL_BASELINES] + [
-        Row(
-            f"Task-aware {metric.label}",
-            meaning.format(metric.meaning),
-            path.format(name),
-        )
-        for name, metric in others.items()
-    ]
-
-
 NOVEL_BASELINES = [
     Row(
         "Chance",
@@ -164,8 +133,35 @@ NOVEL_BASELINES = [
     ),
 ]
 ACCURACY = Table(
-    "accuracy, %", {"known": "known", "novel": "novel", "all": "all"}, accuracy_rows()
+    "accuracy, %",
+    {"known": "known", "novel": "novel", "all": "all"},
+    [
+        *(
+            Row(
+                protocol.label,
+                protocol.meaning,
+                f"{{split}}/{{group}}/{name}/acc/{{which}}",
+                in_console=name in ("task_aware", "task_agnostic_strict"),
+            )
+            for name, protocol in PROTOCOLS.items()
+        ),
+        *NOVEL_BASELINES,
+        *(
+            Row(
+                f"Task-aware {metric.label}",
+                f"Of the discovered classes: {metric.meaning}.",
+                f"{{split}}/{{group}}/task_aware/{name}/{{which}}",
+            )
+            for name, metric in METRICS.items()
+            if name != "acc"
+        ),
+    ],
 )
+"""The accuracy under each protocol, baselines, and other metrics of novel classes.
+
+The baselines are chance, k-means and spectral clustering of the novel classes. The
+console does not show the other metrics, such as NMI, which are task-aware.
+"""
 GENERALIZED = Table(
     "unlabeled images, %",
     {"all": "All", "old": "Old", "new": "New"},

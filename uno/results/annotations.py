@@ -61,7 +61,8 @@ def export_predictions(
             f"{storage.uri} has no complete predictions; run uno predict first"
         )
     if format in TABLES:
-        return [TABLES[format](storage, target)]
+        _, write_table = TABLES[format]
+        return [write_table(storage, target)]
     files = ANNOTATIONS[format](read_predicted(storage), images)
     for name, content in files.items():
         target.write(name, content)
@@ -368,11 +369,14 @@ ANNOTATIONS: dict[str, Write] = {
     "cvat": write_cvat,
 }
 
-TABLES: dict[str, Callable[[Storage, Storage], str]] = {
-    "csv": write_csv,
-    "h5ad": write_cells,
+TABLES: dict[str, tuple[str, Callable[[Storage, Storage], str]]] = {
+    "csv": (CSV_FILE, write_csv),
+    "h5ad": (CELLS_FILE, write_cells),
 }
-"""Write all predictions of the first directory to a file of the second."""
+"""The name of a file, and a function that writes it.
+
+The function writes all predictions of the first directory to this file of the second.
+"""
 
 
 def update_tables(storage: Storage) -> list[str]:
@@ -388,8 +392,7 @@ def update_tables(storage: Storage) -> list[str]:
         StorageError: A file of the predictions is missing or damaged, or a table cannot
             be written.
     """
-    names = {"csv": CSV_FILE, "h5ad": CELLS_FILE}
-    present = [format for format in TABLES if storage.exists(names[format])]
-    for format in present:
-        TABLES[format](storage, storage)
-    return [names[format] for format in present]
+    present = {name: write for name, write in TABLES.values() if storage.exists(name)}
+    for write in present.values():
+        write(storage, storage)
+    return [*present]

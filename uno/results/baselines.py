@@ -33,7 +33,7 @@ MAX_GRAPH_ROWS = 20_000  # rows for spectral clustering, which takes 30 s on two
 NUM_STARTS = 10
 
 
-class Rows(NamedTuple):
+class FeatureRows(NamedTuple):
     """Features and true classes of readable rows of an evaluation set, on the CPU.
 
     Attributes:
@@ -147,7 +147,9 @@ def baselines(
     return found
 
 
-def novel_baselines(config: Config, rows: Rows, num_novel: int) -> Iterator[Baseline]:
+def novel_baselines(
+    config: Config, rows: FeatureRows, num_novel: int
+) -> Iterator[Baseline]:
     """Yield k-means and spectral clustering of the rows of novel classes.
 
     The rows are clustered by their features. Nothing is computed here: a
@@ -268,7 +270,10 @@ def direction_clusters(features: ArrayLike, num_clusters: int, seed: int) -> Ten
 
 
 def generalized_baselines(
-    config: Config, unlabeled_rows: Rows, labeled_rows: Rows, train: TrainData
+    config: Config,
+    unlabeled_rows: FeatureRows,
+    labeled_rows: FeatureRows,
+    train: TrainData,
 ) -> Iterator[Baseline]:
     """Yield clusterings of the unlabeled rows of a GCD run into all classes.
 
@@ -346,7 +351,7 @@ def generalized_baselines(
         )
 
 
-def read_features(config: Config, model: UnoModel, rows: EvalData) -> Rows:
+def read_features(config: Config, model: UnoModel, rows: EvalData) -> FeatureRows:
     """Compute the features of rows on all workers; each worker reads a share.
 
     All workers must call this. At most ``MAX_BASELINE_ROWS`` (50,000) rows are used,
@@ -369,4 +374,4 @@ def read_features(config: Config, model: UnoModel, rows: EvalData) -> Rows:
     batches, load = rows.plan_reading([chosen], config.train.eval_batch_size)
     features, ok = compute_features_together(config, model, batches, load)
     truth = rows.truth[torch.from_numpy(chosen)].cpu()[ok]
-    return Rows(features.cpu()[ok], truth)
+    return FeatureRows(features.cpu()[ok], truth)

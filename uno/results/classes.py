@@ -144,7 +144,8 @@ class ModelClasses(BaseModel):
 
         If ``measured`` is None, they belong to classes without any merge or drop.
         """
-        at_first = hashes(without_merges(self.classes))["routes"]
+        unmerged = [replace(c, into=c.index) for c in self.classes]
+        at_first = hashes(unmerged)["routes"]
         return (self.measured or at_first) == hashes(self.classes)["routes"]
 
     def as_measured(self) -> ModelClasses:
@@ -225,18 +226,6 @@ def merge_outputs(probabilities: Tensor, classes: Sequence[OutputClass]) -> Tens
     return torch.zeros_like(probabilities).index_add(-1, targets, probabilities)
 
 
-def without_merges(classes: Sequence[OutputClass]) -> list[OutputClass]:
-    """Return the classes as if none had been merged or dropped.
-
-    Args:
-        classes: The output classes. They are not changed.
-
-    Returns:
-        Copies with the same names, where ``into`` is the class itself.
-    """
-    return [replace(c, into=c.index) for c in classes]
-
-
 def edits_of(classes: Sequence[OutputClass]) -> list[tuple[OutputClass, str]]:
     """Describe whether the user has merged or dropped each discovered class.
 
@@ -284,7 +273,7 @@ def template(classes: Sequence[OutputClass], model_hash: str) -> str:
 
     Args:
         classes: The classes of the model. Their present names and actions are written.
-        model_hash: The hash of the model, which :func:`read_edits` compares.
+        model_hash: The hash of the model, which :func:`apply_edits` compares.
     """
     lines = [HEADER + f"model: {_format_scalar(model_hash)}", "classes:"]
     for c in classes:
@@ -367,7 +356,7 @@ class ClassEdits(BaseModel):
     classes: list[ClassEdit]
 
 
-def read_edits(
+def apply_edits(
     data: bytes, where: str, classes: Sequence[OutputClass], model_hash: str
 ) -> list[OutputClass]:
     """Apply the names and actions of an edited ``classes.yaml`` to the classes.

@@ -53,7 +53,7 @@ MIN_KNOWN = 4  # known classes: two to pretrain on and two probe classes
 FEATURES = "features.safetensors"
 
 Scores = dict[tuple[int, int], list[float]]
-"""The results of :func:`score_clusters`, by split index and k."""
+"""The results of :func:`score_num_novel`, by split index and k."""
 Results = Iterator[tuple[int, Any]]
 Tasks = Callable[[Callable[..., Any], tuple[Any, ...], Sequence[Any]], Results]
 """Run independent tasks: (function, shared arguments, items) -> results.
@@ -295,7 +295,7 @@ def estimate_num_novel(
     items = [(i, k) for k in reversed(ks) for i in range(len(splits))]
     scores = {
         items[position]: found
-        for position, found in tasks(score_clusters, shared, items)
+        for position, found in tasks(score_num_novel, shared, items)
     }
     result = _combine(splits, ks, scores, known, settings, config.seed, key)
     storage.write(ESTIMATE_FILE, json.dumps(asdict(result), indent=1).encode())
@@ -390,7 +390,7 @@ def _combine(
         splits: The splits of the known classes.
         ks: The numbers of novel classes that were tried, ascending from 0.
         scores: The F1 scores for each split index and k, one for each choice of
-            anchors, see :func:`score_clusters`.
+            anchors, see :func:`score_num_novel`.
         known: The names of the known classes, by index.
         settings: The settings of the estimate.
         seed: The seed of :func:`anchor_choices`.
@@ -625,7 +625,7 @@ def _sample_rows(labels: Tensor, max_rows: int, seed: int) -> Tensor:
     return torch.cat([order[labels[order] == c][:cap] for c in classes]).sort().values
 
 
-def score_clusters(
+def score_num_novel(
     splits: Sequence[Split],
     features: Sequence[Features],
     config: Config,

@@ -12,7 +12,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -101,6 +101,16 @@ NUMBERS = Scores._fields[1:6]
 """Names of the scores that are one number for each row, as columns of predictions."""
 
 
+def rows_that_fit(side: int) -> int:
+    """Return the largest power of two of images with at most 64 MiB of pixels, or 1.
+
+    Args:
+        side: The side of the square images in pixels.
+    """
+    num_rows = max(1, BATCH_BYTES // (3 * side**2))
+    return 1 << (num_rows.bit_length() - 1)
+
+
 @dataclass(frozen=True, eq=False)
 class Classifier:
     """A trained model with its classes, on one device.
@@ -117,7 +127,6 @@ class Classifier:
         model_hash: Hash of the weights, the image transform and the temperature (the
             divisor of the cosines in the softmax). The names of the classes do not
             change it.
-        device: The device of the network.
     """
 
     module: UnoModel
@@ -126,7 +135,11 @@ class Classifier:
     best_head: int
     alignment: Tensor | None
     model_hash: str
-    device: torch.device
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the network."""
+        return self.module.known.weight.device
 
     @property
     def size(self) -> int:
@@ -149,19 +162,16 @@ class Classifier:
         It is the largest power of two for which a batch has at most 256 images and 64
         MiB of pixels, but at least 1.
         """
-        fit = max(1, BATCH_BYTES // (3 * self.size**2))
-        return min(MAX_BATCH_ROWS, int(2 ** (fit.bit_length() - 1)))
+        return min(MAX_BATCH_ROWS, rows_that_fit(self.size))
 
     def to(self, device: torch.device | str) -> Classifier:
-        """Move the network to a device, and return the classifier with this device.
-
-        The network is moved in place, so this classifier's network moves, too, while
-        its ``device`` does not change. Only the returned classifier is to be used.
+        """Move the network to a device in place, and return this classifier.
 
         Args:
             device: The device, such as "cpu" or "cuda".
         """
-        return replace(self, module=self.module.to(device), device=torch.device(device))
+        self.module.to(device)
+        return self
 
     @torch.inference_mode()
     def score(self, images: Tensor) -> Scores:
@@ -330,25 +340,7 @@ def align_features(
         assert logits.novel is not None
         found.append((logits.known[0].cpu(), logits.novel[0].cpu()))
     known, novel = (torch.cat(parts, dim=-2) for parts in zip(*found, strict=True))
-    return _align(known, novel, best_head, config.data.setting)
-
-
-def _align(known: Tensor, novel: Tensor, best_head: int, setting: str | None) -> Tensor:
-    """Match the clusters of every head to those of the best head, by cosines of rows.
-
-    Args:
-        known: Cosines of N unlabeled rows with the known prototypes, (N, C_l).
-        novel: Cosines with the K novel prototypes of each of H heads, (H, N, K).
-        best_head: The index of the best head, the one with the lowest training loss.
-        setting: "ncd", or "gcd", where only rows that the best head assigns to a novel
-            output count, or all if there is no such row. None counts all rows, as "ncd"
-            does.
-
-    Returns:
-        For each head and each cluster of the best head the cluster matched to it, int64
-        (H, K), see :func:`align_heads`.
-    """
-    if setting == "gcd":  # rows of known classes have no novel cluster
+    if config.data.setting == "gcd":  # rows of known classes have no novel cluster
         novel = novel[:, predicted_novel(known, novel, best_head)]
     return align_heads(novel, best_head)
 
@@ -528,15 +520,8 @@ def build_classifier(
         .requires_grad_(False)
         .to(memory_format=torch.channels_last)
     )
-    device = module.known.weight.device
     return Classifier(
-        module,
-        config,
-        classes,
-        best_head,
-        alignment,
-        _model_hash(config, files),
-        device,
+        module, config, classes, best_head, alignment, _model_hash(config, files)
     )
 
 

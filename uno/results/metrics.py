@@ -13,7 +13,7 @@ then, and rows of a class or cluster without a partner count as wrong.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -205,50 +205,34 @@ def class_recall(right: Counts, sizes: Counts, part: str = "all") -> float:
     )
 
 
-def _best_recall(part: str, counts: Counts) -> float:
-    """Return the mean recall of classes under the best matching to outputs, 0-1.
-
-    Args:
-        part: "all" classes, or the third of them with the fewest ("small") or the most
-            ("large") rows, see :func:`class_recall`.
-        counts: Counts of rows by class and output, (R, P), with at least one row.
-    """
-    return class_recall(
-        matched_counts(counts, hungarian(counts)), counts.sum(axis=1), part
-    )
-
-
 class Metric(NamedTuple):
     """A metric of how well clusters agree with classes.
 
     Attributes:
-        of: Computes the metric from counts of rows by class and cluster, (R, P), with
-            at least one row.
+        of: Computes the metric. Its arguments depend on ``kind``.
         label: The name for people.
         meaning: What the metric measures, for people.
-        is_share: Whether the metric is a share of rows. Then rows at none of the
-            clusters count as wrong. Otherwise rejected rows are left out, and novel
-            rows that are predicted as known form one more cluster. This has no effect
-            if ``of_matched`` is given.
-        of_matched: Computes the metric from the number of correct rows and of all rows
-            of each class, (R,) each, so that a protocol's own matching of clusters and
-            classes decides. None if the metric needs no matching: then a protocol
-            calls ``of`` with the clusters of the novel rows.
+        kind: "matched" if ``of`` takes the number of correct rows and of all rows of
+            each class, (R,) each: a matching of clusters and classes has decided which
+            rows are correct. Otherwise ``of`` takes counts of rows by class and
+            cluster, (R, P), with at least one row. "share" is then a share of rows,
+            and rows at none of the clusters count as wrong. For "clusters", rejected
+            rows are left out, and novel rows that are predicted as known form one more
+            cluster.
     """
 
-    of: Callable[[Counts], float]
+    of: Callable[..., float]
     label: str
     meaning: str
-    is_share: bool = False
-    of_matched: Callable[[Counts, Counts], float] | None = None
+    kind: Literal["matched", "share", "clusters"] = "clusters"
 
 
 METRICS = {
     "acc": Metric(
-        cluster_accuracy,
+        lambda right, sizes: float(right.sum() / sizes.sum()),
         "accuracy",
         "images that agree under the best matching",
-        of_matched=lambda right, sizes: float(right.sum() / sizes.sum()),
+        "matched",
     ),
     "nmi": Metric(nmi, "NMI", "normalized mutual information of clusters and classes"),
     "ari": Metric(
@@ -257,25 +241,25 @@ METRICS = {
         "adjusted Rand index: pairs of images together or apart, 0 by chance",
     ),
     "purity": Metric(
-        purity, "purity", "images in the majority class of their cluster", is_share=True
+        purity, "purity", "images in the majority class of their cluster", "share"
     ),
     "balanced": Metric(
-        partial(_best_recall, "all"),
+        class_recall,
         "balanced acc.",
         "mean recall, every class counts once",
-        of_matched=class_recall,
+        "matched",
     ),
     "recall_small": Metric(
-        partial(_best_recall, "small"),
+        partial(class_recall, part="small"),
         "recall, small",
         "mean recall of the third of the classes with the fewest images",
-        of_matched=partial(class_recall, part="small"),
+        "matched",
     ),
     "recall_large": Metric(
-        partial(_best_recall, "large"),
+        partial(class_recall, part="large"),
         "recall, large",
         "mean recall of the third of the classes with the most images",
-        of_matched=partial(class_recall, part="large"),
+        "matched",
     ),
 }
 """The metrics by their names in the keys of ``metrics.json``.
@@ -286,7 +270,7 @@ task-aware one. The console shows the accuracy alone.
 
 
 def cluster_metrics(counts: Counts) -> dict[str, float]:
-    """Compute all :data:`METRICS` of a clustering, such as "acc" and "nmi".
+    """Compute all :data:`METRICS` of a clustering under the best matching to classes.
 
     Args:
         counts: Number of rows of each true class at each output, (R, P).
@@ -295,11 +279,13 @@ def cluster_metrics(counts: Counts) -> dict[str, float]:
         "acc", "nmi", "ari", "purity", "balanced", "recall_small" and "recall_large",
         all as fractions; empty if the counts have no row.
     """
-    return (
-        {name: metric.of(counts) for name, metric in METRICS.items()}
-        if counts.sum()
-        else {}
-    )
+    if not counts.any():
+        return {}
+    right, sizes = matched_counts(counts, hungarian(counts)), counts.sum(axis=1)
+    return {
+        name: metric.of(right, sizes) if metric.kind == "matched" else metric.of(counts)
+        for name, metric in METRICS.items()
+    }
 
 
 def chance_accuracy(
@@ -539,8 +525,8 @@ def scores(
 def _score_novel_rows(metric: Metric, found: Matched, sizes: Counts) -> float:
     """Compute a metric of the rows of novel classes under a protocol.
 
-    A metric with ``of_matched`` follows the protocol's matching, and counts rows that
-    are not correct as wrong. A share counts rows at none of the clusters as wrong.
+    A "matched" metric follows the protocol's matching, and counts rows that are not
+    correct as wrong. A share counts rows at none of the clusters as wrong.
     Other metrics leave rejected rows out. The result is 0 if no row is left.
 
     Args:
@@ -549,16 +535,16 @@ def _score_novel_rows(metric: Metric, found: Matched, sizes: Counts) -> float:
             output.
         sizes: The number of rows of each novel class, including rejected ones, (C_u,).
     """
-    if metric.of_matched is not None:
-        return metric.of_matched(found.novel, sizes)
+    if metric.kind == "matched":
+        return metric.of(found.novel, sizes)
     counts = found.clusters
-    if not metric.is_share and found.others is not None:
+    if metric.kind == "clusters" and found.others is not None:
         counts = np.concatenate([found.others[:, None], counts], axis=1)
     if not counts.any():
         return 0.0
     return (
         float(metric.of(counts) * counts.sum() / sizes.sum())
-        if metric.is_share
+        if metric.kind == "share"
         else metric.of(counts)
     )
 

@@ -35,7 +35,7 @@ from uno.data.images import Images, path_of
 from uno.data.rows import Rows
 from uno.errors import ConfigError, StorageError
 from uno.results.classes import OutputClass, hashes, prediction_labels
-from uno.results.infer import BATCH_BYTES, NUMBERS, Classifier, Scores
+from uno.results.infer import NUMBERS, Classifier, Scores, rows_that_fit
 from uno.threads import available_cpus
 
 FOLDER = "predictions"
@@ -138,8 +138,7 @@ class InputSpec(NamedTuple):
             The form. Its ``chunk_rows`` is ``part_rows``, or the largest power of two
             of images with at most 64 MiB of pixels if that is less, but at least 1.
         """
-        fit = max(1, BATCH_BYTES // (3 * model.size**2))
-        rows = min(part_rows, 2 ** (fit.bit_length() - 1))
+        rows = min(part_rows, rows_that_fit(model.size))
         return cls(model.size, rows, Decoding.of(model.config.data))
 
 
@@ -359,13 +358,14 @@ class PartWriter(NamedTuple):
                 :func:`result_table`.
         """
         index = results["class_index"].combine_chunks()
-        kinds = pa.array(
-            [kind for _, kind in prediction_labels(self.classes)], pa.string()
+        names, kinds = (
+            pa.array(labels, pa.string())
+            for labels in zip(*prediction_labels(self.classes), strict=True)
         )
         bad = pa.compute.is_valid(results["reason"])
         columns = {
             **{name: results[name] for name in results.column_names},
-            "class_name": _names_of_classes(self.classes).take(index),
+            "class_name": names.take(index),
             "kind": kinds.take(index),
             "status": pa.compute.if_else(bad, "bad", "ok"),
             "model_hash": pa.repeat(self.identity["model_hash"], len(results)),
@@ -697,15 +697,6 @@ def rename(storage: Storage, classes: list[OutputClass]) -> bool:
         writer.write(storage, number, table)
     _write_mark(storage, identity, mark.part_rows, "complete")
     return True
-
-
-def _names_of_classes(classes: Sequence[OutputClass]) -> pa.Array:
-    """Return the name that predictions give to each class, as a string array (C,).
-
-    It is "rejected" for dropped classes, see
-    :func:`~uno.results.classes.prediction_labels`.
-    """
-    return pa.array([name for name, _ in prediction_labels(classes)], pa.string())
 
 
 class Mark(NamedTuple):

@@ -318,19 +318,17 @@ def _judge_by_held_out(values: Mapping[str, float]) -> tuple[Word, str]:
             else ""
         )
         return "not trustworthy" if signs < DOUBTED else "doubtful", text
-    rows, score = round(values[HELD_OUT_ROWS]), values[SCORE]
+    rows, word = round(values[HELD_OUT_ROWS]), _verdict_of_score(values[SCORE])
     text = (
         f"{100 * values[HELD_OUT]:.1f}% of {plural(rows, 'held-out labeled image')} are"
         " correct"
     )
-    if score < DOUBTED:
-        return "not trustworthy", text
-    if rows < MIN_HELD_OUT:
+    if word != "not trustworthy" and rows < MIN_HELD_OUT:
         return (
             "doubtful",
             f"{text}, too few for a verdict (raise --data.validation-fraction)",
         )
-    return "trustworthy" if score >= BELIEVED else "doubtful", text
+    return word, text
 
 
 def subsample_unlabeled(

@@ -30,7 +30,7 @@ from uno.errors import ConfigError, StorageError
 from uno.methods import load, load_pretext
 from uno.model import UnoModel, build_network
 from uno.runs import DISCOVER, PRETEXT, PRETRAIN
-from uno.runs.checkpoint import checkpoint_steps, load_checkpoint, load_newest
+from uno.runs.checkpoint import checkpoint_steps, load_newest
 from uno.runs.hardware import prepare_compiler
 from uno.steps import (
     Batch,
@@ -194,18 +194,13 @@ def run_phase(
     settings: PhaseConfig = getattr(config, name)
     sizes = len(train.labels), train.num_unlabeled, worker.world_size
     plan = plan_phase(config, name, *sizes) if settings.epochs else None
-    steps_per_epoch, batch_rows = 1, 0  # values for a phase without steps
-    if plan is not None:
-        steps_per_epoch = plan.steps_per_epoch
-        batch_rows = plan.labeled_size + plan.unlabeled_size
-    step = _make_step(config, name, worker)
     phase = Phase(
         name,
         settings,
-        steps_per_epoch,
-        batch_rows,
-        config.train.max_steps,
-        step,
+        steps_per_epoch=plan.steps_per_epoch if plan else 1,
+        images_per_step=plan.labeled_size + plan.unlabeled_size if plan else 0,
+        max_steps=config.train.max_steps,
+        step=_make_step(config, name, worker),
     )
     model, has_known = _build_initial_network(config, name, train, storage)
     model = model.to(worker.device).to(memory_format=torch.channels_last)
@@ -477,34 +472,24 @@ def _load_phase_(model: UnoModel, storage: Storage, phase: str) -> bool:
 
 
 def load_trained(
-    config: Config,
-    storage: Storage,
-    num_known: int,
-    num_novel: int,
-    step: int | None = None,
+    config: Config, storage: Storage, num_known: int, num_novel: int
 ) -> tuple[UnoModel, int]:
-    """Load the model of a run from a checkpoint of discovery, in eval mode.
+    """Load the model of a run from its newest checkpoint of discovery, in eval mode.
 
     Args:
         config: The configuration of the run.
         storage: The run directory.
         num_known: The number of known classes.
         num_novel: The number of novel classes.
-        step: The number of optimizer steps before the checkpoint; None for the newest
-            valid checkpoint.
 
     Returns:
         The model on the CPU with normalized prototypes, and the index of its best head,
         which has the lowest training loss.
 
     Raises:
-        StorageError: There is no such valid checkpoint.
+        StorageError: There is no valid checkpoint.
     """
-    checkpoint = (
-        load_newest(storage, DISCOVER)
-        if step is None
-        else load_checkpoint(storage, DISCOVER, step)
-    )
+    checkpoint = load_newest(storage, DISCOVER)
     if checkpoint is None:
         raise StorageError(
             f"no discovery checkpoint in {storage.uri}: run uno discover first"

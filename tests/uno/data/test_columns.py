@@ -9,7 +9,6 @@ from uno.data.columns import (
     class_indices,
     fill_labels,
     find_rows,
-    has_label,
     join_labels,
     make_ids,
     make_labels,
@@ -36,7 +35,6 @@ def test_labels_are_counted_indexed_and_joined(words):
     labels = make_labels(iter(words))
     classes = list(dict.fromkeys(filter(None, words)))
     assert labels.to_pylist() == words and labels.dictionary.to_pylist() == classes
-    assert has_label(labels).tolist() == [word is not None for word in words]
     codes = [-1 if word is None else classes.index(word) for word in words]
     assert class_codes(labels).tolist() == codes
     indices = class_indices(labels, ["c", "a"]).tolist()

@@ -17,7 +17,7 @@ from uno.report import charts
 from uno.report.page import percent
 from uno.report.report import open_task, write_report
 from uno.report.sample import open_model
-from uno.results.classes import read_edits
+from uno.results.classes import apply_edits
 from uno.results.infer import save_model
 from uno.results.metrics import PROTOCOLS
 from uno.text import visible
@@ -280,7 +280,7 @@ def test_names_edited_in_the_page_are_applied(tmp_path, monkeypatch):
     *_, said, text = edited((0, hard), (3, "5"), (5, "drop"), (7, "1"))
     assert said == "4 classes are changed."
     given = "classes.yaml", model.classes, model.model_hash
-    found = [(c.name, c.into) for c in read_edits(text.encode(), *given)[5:]]
+    found = [(c.name, c.into) for c in apply_edits(text.encode(), *given)[5:]]
     assert found == [
         (hard, 5),
         ("novel-2", 5),

@@ -10,7 +10,7 @@ from uno.clustering.kmeans import FREE
 from uno.config import Config
 from uno.results import baselines
 from uno.results.baselines import (
-    Rows,
+    FeatureRows,
     direction_clusters,
     novel_baselines,
     score_clusters,
@@ -78,7 +78,7 @@ def test_spectral_clusters_are_those_of_the_unlabeled_rows(gcd):
 
 
 def test_there_is_no_graph_of_many_rows(monkeypatch):
-    rows = Rows(torch.randn(40, 4), torch.arange(40) % 2)
+    rows = FeatureRows(torch.randn(40, 4), torch.arange(40) % 2)
     for limit, number in ((40, 2), (39, 1)):
         monkeypatch.setattr(baselines, "MAX_GRAPH_ROWS", limit)
         assert len(list(novel_baselines(Config(), rows, 2))) == number

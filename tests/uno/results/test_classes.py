@@ -13,11 +13,11 @@ from uno.errors import ConfigError, StorageError
 from uno.results.classes import (
     ModelClasses,
     OutputClass,
+    apply_edits,
     first_classes,
     merge_outputs,
     name_classes,
     prediction_labels,
-    read_edits,
     rename_classes,
     template,
 )
@@ -56,7 +56,7 @@ def edits(*entries, **keys) -> bytes:
 
 
 def read(data: bytes) -> list[OutputClass]:
-    return read_edits(data, "classes.yaml", CLASSES, HASH)
+    return apply_edits(data, "classes.yaml", CLASSES, HASH)
 
 
 def test_a_fresh_file_changes_nothing():
@@ -93,7 +93,7 @@ def test_names_merges_and_drops():
 
 def test_a_second_edit_can_take_the_first_one_back():
     merged = read(edits({"index": 4, "action": "merge into novel-1"}))
-    assert read_edits(edits(), "classes.yaml", merged, HASH) == CLASSES
+    assert apply_edits(edits(), "classes.yaml", merged, HASH) == CLASSES
 
 
 @pytest.mark.parametrize(
@@ -242,10 +242,10 @@ def test_discovered_classes_take_free_names():
     classes = first_classes(known, 3)
     assert [c.name for c in classes] == [*known, "novel-2", "novel-4", "novel-5"]
     text = template(classes, HASH)
-    assert read_edits(text.encode(), "classes.yaml", classes, HASH) == classes
+    assert apply_edits(text.encode(), "classes.yaml", classes, HASH) == classes
     text = template(rename_classes(classes, ["novel-4=owl"]), HASH)
     dropped = text.replace("  action: keep", "  action: drop", 1).encode()
-    edited = read_edits(dropped, "classes.yaml", classes, HASH)
+    edited = apply_edits(dropped, "classes.yaml", classes, HASH)
     assert [c.name for c in edited[3:]] == ["novel-2", "owl", "novel-5"]
     assert prediction_labels(edited)[2:5] == [
         ("rejected", "known"),

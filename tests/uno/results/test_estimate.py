@@ -241,7 +241,7 @@ def test_scores_of_one_k():
 
     def scores(k):
         features = [Features(points, labels)]
-        return estimating.score_clusters(
+        return estimating.score_num_novel(
             [split], features, preset("digits"), settings, "cpu", (0, k)
         )
 

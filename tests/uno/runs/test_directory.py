@@ -15,6 +15,7 @@ from uno.config import (
     dump_yaml,
     override,
 )
+from uno.data.rows import DEFAULT_OPTIONS
 from uno.data.sources import read_folder, read_rows
 from uno.errors import ConfigError
 from uno.presets import PRESETS, preset
@@ -140,7 +141,7 @@ def folder_rows(folder, numbers=(), first_seed=0):
         path = folder / "abcd"[number % 4] / f"{number:02}.bmp"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(encoded(pixels(first_seed + number), "BMP"))
-    return read_folder(str(folder))
+    return read_folder(str(folder), DEFAULT_OPTIONS)
 
 
 def test_images_that_were_written_to_are_other_data(tmp_path, storage):
