@@ -72,9 +72,9 @@ def start_coordinator() -> None:
     Ray Data has one detached actor for all executions of a cluster, and binds it to the
     node of the process that needs it first. Where that is a training worker, the loss
     of its node ends all executions of that moment with an ActorUnschedulableError, also
-    those of other jobs (ray-project/ray#62260). Therefore the driver, whose node is usually the head, calls
-    this before it starts workers that stream. If Ray has renamed what this uses, the
-    first worker that streams decides.
+    those of other jobs (ray-project/ray#62260). Therefore the driver, whose node is
+    usually the head, calls this before it starts workers that stream. If Ray has
+    renamed what this uses, the first worker that streams decides.
     """
     with suppress(*GONE):
         from ray.data._internal.cluster_autoscaler import (

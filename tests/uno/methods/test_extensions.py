@@ -163,7 +163,8 @@ def test_a_subclass_of_uno_adds_a_term_of_its_own():
     plain, found = (method.loss(state, batch, config) for method in (Uno(), Mine()))
     with torch.no_grad():
         term = 0.5 * float(state.model(batch.views).novel.square().mean())
-    assert float(found.total) == pytest.approx(float(plain.total) + term, rel=1e-5)
+    expected = plain.total.item() + term
+    assert found.total.item() == pytest.approx(expected, rel=1e-5)
     assert term > 1e-3 and torch.equal(found.of_heads, plain.of_heads)
 
 
