@@ -153,7 +153,7 @@ class Images(Protocol):
 
         Returns:
             int64 (n,). Sources in files return -1 if a size is not known, and about the
-            mean size for images that are stored together.
+            mean size in a row group for images in Parquet files.
         """
         images = self.read_images(rows)
         sizes = [getattr(image, "nbytes", len(image)) for image in images]
