@@ -49,16 +49,22 @@ class ImagePaths:
     def locate(self, given: str) -> tuple[str | None, tuple[int, int]]:
         """Find an image by its path as it is written, or as other programs write it.
 
-        In remote storage only the path as it is written is used, and no file is looked
+        A missing ``image_suffix`` is added first, and ``file://`` is removed. If there
+        is no such local file, other spellings are tried, such as slashes in place of
+        backslashes. In remote storage no other spelling is tried, and no file is looked
         up.
 
         Args:
             given: The path as the table has it.
 
         Returns:
-            The full path or URI, None if it is outside the folder; and size and
-            modification time as :func:`~uno.data.files.stat_of` returns them, (-1, 0)
-            if no local file is found.
+            The full path or URI; and the size in bytes and the modification time in ns
+            since 1970. They are those of the first spelling that exists. If none
+            exists, the path is that of the first spelling, with (-1, 0). In remote
+            storage it is followed by (-1, -1). The path is None, with (-1, 0), if no
+            spelling exists and the first one is outside the folder: it leads out by
+            '..', as an absolute path or by a link (without ``follow_links``), or it is
+            a URI of another place.
         """
         written = self._complete(given)
         path = self._inside(written)
@@ -73,7 +79,10 @@ class ImagePaths:
         return path, stat
 
     def refusal(self, given: str) -> str:
-        """Return why :meth:`locate` finds no path, and what to do.
+        """Return why :meth:`locate` returns None for a path, and what to do.
+
+        The text is for an error message. It says that the path is one of Label Studio's
+        server, a URL or URI, a link out of the folder, or otherwise outside the folder.
 
         Args:
             given: The path as the table has it.
@@ -109,8 +118,9 @@ class ImagePaths:
     def _complete(self, given: str) -> str:
         """Remove file:// or the folder's own URI from a path, and add a missing ending.
 
-        The ending is the option ``image_suffix``. A path has it if it ends so in upper
-        or lower case.
+        With file://, percent signs are decoded, too. The URI of the folder is removed
+        only if the folder is remote. The ending is the option ``image_suffix``. A path
+        has it if it ends so in upper or lower case.
         """
         if given.startswith("file://"):
             given = filesystem.normalize_path(given)
@@ -125,9 +135,10 @@ class ImagePaths:
 def _other_spellings(path: str) -> Iterator[str]:
     """Yield other spellings of a path, by which its file may be found.
 
-    They are the path without spaces at its ends, with slashes in place of backslashes,
-    with decoded percent signs, and in two Unicode forms. A path with a Windows drive
-    has none.
+    They are, one after the other: the path without spaces at its ends; with slashes in
+    place of backslashes; and with such slashes and decoded percent signs, the Unicode
+    form NFC, or the form NFD. A spelling may equal the path. A path with a Windows
+    drive has none.
     """
     slashes = path.replace("\\", "/")
     if not WINDOWS_DRIVE.match(path):
@@ -157,29 +168,32 @@ def find_images(
             path. A path is relative to the folder ``options.image_folder``, or to
             ``table_folder`` if that is None. It may also be absolute, begin with
             ``file://``, or begin with the URI of a remote folder, if it is inside this
-            folder.
+            folder. If there is no such local file, other spellings are tried, see
+            :meth:`ImagePaths.locate`.
         options: How the source is read. ``image_suffix`` is added to paths that lack
             it, and ``follow_links`` allows links that lead out of the folder.
-        may_lack: Whether a row may have no path. It is then an unreadable image.
+        may_lack: Whether a row may have no path. Its path is then '' and its size -1,
+            an unreadable image.
         lines: The line of each of the N rows in the table, which errors name. None if
             the table is no file of text.
         otherwise: Text that is added to the end of error messages about a path, with
             another way to correct the table, such as "; or ...". '' for none.
 
     Returns:
-        N files. A file that does not exist has the size -1, and its image is
-        unreadable.
+        N files, with absolute paths or URIs. A local file that does not exist has the
+        size -1 and the time 0, and its image is unreadable. In remote storage both are
+        -1, because no file is looked up.
 
     Raises:
-        ConfigError: A value is no text, a row has no path, a path leads out of the
-            folder, or none of the files exists (which is not checked in remote
-            storage).
+        ConfigError: A value is no text, a row has no path although ``may_lack`` is
+            False, a path is outside the folder, or there are rows but none of the files
+            exists (which is not checked in remote storage).
     """
     paths_of_table = ImagePaths(table_folder, options)
     parts, row, first = list[Files](), 0, ""
 
     def place() -> str:
-        """Return how errors name the current row."""
+        """Return how errors name the current row: its number from 0, and its line."""
         return f"row {row}" if lines is None else f"row {row} (line {lines[row]})"
 
     for some in chunks(given):
@@ -214,10 +228,15 @@ def find_images(
 def _fix_of_missing(root: str, example: str, options: ReadOptions) -> str:
     """Return the end of the error that says that no image was found: what to do.
 
+    The folder of the example is listed, to find a name that differs only in capitals.
+
     Args:
-        root: Folder that the paths are relative to.
+        root: Local folder that the paths are relative to.
         example: A path of the table.
-        options: How the source is read.
+        options: How the source is read. Options that are set are not proposed.
+
+    Returns:
+        Text that begins with '; ', or '' if there is no advice.
     """
     folder, name = os.path.split(os.path.join(root, example))
     others = os.listdir(folder) if os.path.isdir(folder) else []

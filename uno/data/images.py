@@ -91,7 +91,7 @@ class Images(Protocol):
         return self.read_images(np.array([row]))[0]
 
     def take(self, rows: np.ndarray) -> ImageSubset:
-        """Return only the images of some rows, in that order.
+        """Return only the images of some rows, in that order, numbered from 0.
 
         Nothing is read or copied.
 
@@ -122,9 +122,9 @@ class Images(Protocol):
             size: Number of images of each part; the last one may have fewer.
 
         Yields:
-            :class:`Images` of the rows of each part, numbered from 0. Images that are
-            stored together may be read when the part is yielded, others when
-            :meth:`read_images` of the part is called.
+            :class:`Images` of the rows of each part, numbered from 0. By default they
+            are read when :meth:`read_images` of the part is called. A source that
+            stores images together may read them when the part is yielded.
         """
         for start in range(0, len(rows), size):
             yield self.take(rows[start : start + size])
@@ -136,20 +136,24 @@ class Images(Protocol):
             rows: Row numbers, int64 (n,).
 
         Returns:
-            A number for each row, int64 (n,): rows with equal numbers are read at once,
-            for example all rows of a row group. None if each image is read by itself.
+            A number for each row, an integer (n,): rows with equal numbers are read at
+            once, for example all rows of a row group. None, the default, if each image
+            is read by itself.
         """
         return None
 
     def sizes(self, rows: np.ndarray) -> np.ndarray:
         """Return the stored size of each image in bytes.
 
+        By default the images are read to measure them, and an image that is read as a
+        path counts as long as the text of its path.
+
         Args:
             rows: Row numbers, int64 (n,).
 
         Returns:
-            int64 (n,), -1 if a size is not known. For images that are stored together
-            it is the mean size.
+            int64 (n,). Sources in files return -1 if a size is not known, and about the
+            mean size in a row group for images in Parquet files.
         """
         images = self.read_images(rows)
         sizes = [getattr(image, "nbytes", len(image)) for image in images]
@@ -158,14 +162,15 @@ class Images(Protocol):
     def content_keys(self, rows: np.ndarray) -> Iterable[bytes] | pa.Array:
         """Return what the fingerprint of a data set contains for each image.
 
-        Paths are not used, so that a data set that is moved keeps its fingerprint.
+        By default this is what :meth:`sizes` returns, as decimal text. A source of
+        files does not use their paths, so that it keeps its fingerprint if it is moved.
 
         Args:
             rows: Row numbers, int64 (n,).
 
         Returns:
-            For images in memory the content of each one; otherwise the stored size of
-            each image as text, an Arrow array of n large strings.
+            An Arrow array of n large strings. For images or embeddings in memory
+            instead an iterable of n ``bytes``, the content of each one.
         """
         return decimal(self.sizes(rows))
 
@@ -176,22 +181,30 @@ class Images(Protocol):
             rows: Row numbers, int64 (n,).
 
         Returns:
-            int64 (n,), ns since 1970, and -1 if that is not known. 0 for images in
-            memory and for missing files. Changes of images in memory are seen in
-            :meth:`content_keys`.
+            int64 (n,), ns since 1970. 0, the default, for images in memory and for
+            missing files; -1 if the time is not known. Changes of images in memory are
+            seen in :meth:`content_keys`.
         """
         return np.zeros(len(rows), np.int64)
 
     @property
     def is_remote(self) -> bool:
-        """Whether reading the images takes requests to remote storage."""
+        """Whether reading any of the images takes requests to remote storage.
+
+        By default this is False.
+        """
         return False
 
     def paths(self, rows: np.ndarray) -> list[str | None]:
         """Return the path of each image as text, or None if it is not a separate file.
 
+        By default the images are read for this, see :func:`path_of`.
+
         Args:
             rows: Row numbers, int64 (n,).
+
+        Returns:
+            For each row the absolute path or the URI, or None.
         """
         return [path_of(image) for image in self.read_images(rows)]
 
@@ -202,8 +215,8 @@ class Images(Protocol):
         rows by the numbers that :meth:`numbers` returns.
 
         Returns:
-            Images of the whole source. None if there is no such object, so that the
-            images of the rows must be sent, see :func:`to_columns`.
+            Images of the whole source. None, the default, if there is no such object,
+            so that the images of the rows must be sent, see :func:`to_columns`.
         """
         return None
 
@@ -214,7 +227,8 @@ class Images(Protocol):
             rows: Row numbers in these images, int64 (n,).
 
         Returns:
-            Row numbers in the images of :meth:`reader`, int64 (n,).
+            Row numbers in the images of :meth:`reader`, int64 (n,): by default ``rows``
+            unchanged.
         """
         return rows
 
@@ -226,8 +240,8 @@ class Images(Protocol):
 
         Returns:
             Embeddings float32 (n, V, D) of V views, the evaluation view first, and for
-            each row the reason why it has no valid embedding, or None. A single None
-            for a source of images.
+            each row the reason why it has no valid embedding, or None. A single None,
+            the default, for a source of images.
         """
         return None
 
@@ -235,15 +249,16 @@ class Images(Protocol):
         """Return the images that a report shows for the rows.
 
         Returns:
-            Images of the same N rows, or None if the source has none. A source of
-            images returns itself.
+            Images of the same N rows: by default this object itself. None if a source
+            of embeddings has no pictures of its rows.
         """
         return self
 
     def captions(self, rows: np.ndarray) -> list[str | None]:
         """Return the text below the picture of each row, or None for no text.
 
-        A row without a picture is shown by this text alone.
+        By default no row has a text. A row without a picture is shown by its text
+        alone.
 
         Args:
             rows: Row numbers, int64 (n,).
@@ -259,7 +274,7 @@ class Images(Protocol):
         Returns:
             Decoded pixels uint8 (n, 3, S, S), or features (n, D) of the run's frozen
             encoder; and for each row the reason why it is unreadable, or None. A single
-            None if nothing is in memory.
+            None, the default, if no decoded pixels or features are in memory.
         """
         return None
 
@@ -309,10 +324,10 @@ class ImageSubset(Images):
         return self.images.read_images(self.index[rows])
 
     def take(self, rows: np.ndarray) -> ImageSubset:
-        """Return only the images of some rows of the subset, as another subset.
+        """Return only the images of some rows, as another subset of the base images.
 
         Args:
-            rows: Row numbers in the subset, int64 (n,).
+            rows: Row numbers in this subset, int64 (n,). The images are in this order.
         """
         return ImageSubset(self.images, self.index[rows])
 
@@ -324,9 +339,9 @@ class ImageSubset(Images):
             size: Number of images of each part; the last one may have fewer.
 
         Yields:
-            :class:`Images` of the rows of each part, numbered from 0. Images that are
-            stored together may be read when the part is yielded, others when
-            ``read_images`` of the part is called.
+            :class:`Images` of the rows of each part, numbered from 0, as the base
+            images divide them. Images that are stored together may be read when the
+            part is yielded, others when ``read_images`` of the part is called.
         """
         return self.images.split_rows(self.index[rows], size)
 
@@ -342,14 +357,14 @@ class ImageSubset(Images):
 
     @property
     def is_remote(self) -> bool:
-        """Whether the base images, from which the rows are chosen, are remote."""
+        """Whether any of the base images is remote, also one that is not chosen."""
         return self.images.is_remote
 
     def reader(self) -> Images | None:
-        """Return an object that reads all images of the source in another process.
+        """Return an object that reads all base images in another process.
 
-        It reads rows by the numbers that ``numbers`` returns. None if the images
-        themselves must be sent.
+        Its row numbers are those that ``numbers`` returns, not those of the subset.
+        None if there is no such object, so that the images themselves must be sent.
         """
         return self.images.reader()
 
@@ -394,7 +409,7 @@ class InMemory(Images):
         return [self.items[row] for row in rows.tolist()]
 
     def content_keys(self, rows: np.ndarray) -> Iterable[bytes]:
-        """Return bytes that identify each item of some rows int64 (n,).
+        """Return an iterator of bytes that identify each item of some rows int64 (n,).
 
         They are the encoded bytes, the path, or the shape and the pixels of an array.
         """
@@ -402,6 +417,8 @@ class InMemory(Images):
 
     def times(self, rows: np.ndarray) -> np.ndarray:
         """Return when each item that is a file was last changed.
+
+        The files are looked up now.
 
         Args:
             rows: Row numbers, int64 (n,).
@@ -441,6 +458,8 @@ class Files(Images):
     def of(cls, paths: Sequence[str], stats: Iterable[Sequence[int]]) -> Files:
         """Make images from the paths of files. Local paths become absolute.
 
+        No file is looked up.
+
         Args:
             paths: N paths and URIs; '' for a row without a file.
             stats: Size in bytes and modification time in ns since 1970 of each file, -1
@@ -454,7 +473,7 @@ class Files(Images):
 
     @classmethod
     def join(cls, parts: Sequence[Files]) -> Files:
-        """Concatenate files."""
+        """Concatenate the files of one or more objects, in order."""
         return cls(
             pa.concat_arrays([p.column for p in parts]),
             np.concatenate([p.stats for p in parts]),
@@ -504,25 +523,31 @@ class Files(Images):
 def as_images(images: Images | Sequence[Any] | np.ndarray) -> Images:
     """Wrap a list of images or an array uint8 (N, H, W, 3) as :class:`InMemory`.
 
-    Other images are returned unchanged.
+    Nothing is checked or copied. An object that is :class:`Images` already is returned
+    unchanged.
     """
     return InMemory(images) if isinstance(images, Sequence | np.ndarray) else images
 
 
 def is_image(name: str) -> bool:
-    """Return whether a file name has an ending of :data:`EXTENSIONS`."""
+    """Return whether a file name or path ends like an image, such as .jpg or .PNG.
+
+    The endings are those of :data:`EXTENSIONS`, in upper or lower case. No file is
+    opened.
+    """
     return name.lower().endswith(EXTENSIONS)
 
 
 def evenly_spaced(num: int, total: int) -> np.ndarray:
-    """Return evenly spaced row numbers.
+    """Return evenly spaced row numbers, of which the first is 0.
 
     Args:
-        num: How many row numbers to return.
+        num: How many row numbers to return at most.
         total: Number of rows.
 
     Returns:
-        Ascending row numbers from 0 to ``total`` - 1, int64 (min(num, total),).
+        Different row numbers in ascending order, int64 (n,) with n = min(num, total):
+        ``i * total // n`` for i from 0 to n - 1. They are all rows if num >= total.
     """
     num = min(num, total)
     return np.arange(num) * total // max(num, 1)
@@ -539,8 +564,9 @@ def spread(
     Rows that are read by themselves, or are in memory, are chosen evenly spaced. Of
     images that are stored together, whole groups are chosen evenly spaced, the same
     ones for all kinds of rows as far as they suffice. If the groups are sorted by
-    class, so that a few of them show few classes, single rows are chosen evenly spaced
-    after all.
+    class, so that a few of them show few classes, single rows of all kinds are chosen
+    evenly spaced after all. This is so if the rows of the first kind in these groups
+    have less than 90 % (:data:`SORTED_SHARE`) of the classes of evenly spaced rows.
 
     Args:
         images: The images of all rows.
@@ -551,8 +577,10 @@ def spread(
             known; groups are then not checked for being sorted by class.
 
     Returns:
-        For each kind the positions of the chosen rows in its row numbers, int64. For
-        the first kind they may be a few more than ``num``, to include rare classes.
+        For each kind the positions of the chosen rows in its row numbers, ascending,
+        int64. If a kind has no more than ``num`` rows, they are all. For the first kind
+        they may be a few more than ``num``: one row is added of each class that only
+        the evenly spaced rows have, if these classes are at most 10 %.
     """
     even = [evenly_spaced(num, len(rows)) for rows in kinds]
     if images.groups(np.arange(0)) is None or images.prepared(np.arange(0)) is not None:
@@ -577,13 +605,18 @@ def _whole_groups(
 ) -> list[np.ndarray]:
     """Choose positions of at most ``num`` rows of each kind, by whole groups.
 
+    A kind of no more than ``num`` rows is chosen whole. For another kind, the share
+    num / n of all groups that hold rows of any kind is chosen, evenly spaced. If its
+    rows in these groups are more than ``num``, evenly spaced ones of them are kept.
+
     Args:
         images: The images of all rows, which are stored in groups.
         kinds: Row numbers of each kind of rows, int64 (n,) each.
         num: Largest number of rows of each kind to choose.
 
     Returns:
-        For each kind the positions of the chosen rows in its row numbers, int64.
+        For each kind the positions of the chosen rows in its row numbers, ascending,
+        int64. They may be fewer than ``num``.
     """
     groups = [cast(np.ndarray, images.groups(rows)) for rows in kinds]
     numbers = np.unique(np.concatenate(groups))
@@ -609,8 +642,11 @@ def batches_of(images: Images, rows: np.ndarray, size: int) -> list[np.ndarray]:
         size: Largest number of rows of a batch.
 
     Returns:
-        Positions in ``rows`` of each batch, int64. Consecutive rows that are stored
-        together are in one batch, unless they are more than ``size``.
+        Positions in ``rows`` of each batch, int64: consecutive ones, and over all
+        batches each position once. Consecutive rows that are stored together are in one
+        batch, unless they are more than ``size``, so a batch may be smaller. Rows that
+        are not stored in groups are divided into batches of ``size`` and a rest. No
+        batch if there are no rows.
     """
     groups, start, cuts = images.groups(rows), 0, list[int]()
     ends = np.arange(0) if groups is None else np.flatnonzero(np.diff(groups)) + 1
@@ -629,7 +665,8 @@ def content_of(image: Image) -> bytes:
         image: Encoded bytes, a path or URI, or pixels uint8 (H, W, 3).
 
     Returns:
-        The shape and the pixels of an array, the encoded bytes, or the path.
+        The shape and the pixels of an array, the encoded bytes, or the path as bytes.
+        The file of a path is not read.
     """
     if isinstance(image, np.ndarray):
         return str(image.shape).encode() + image.tobytes()
@@ -639,11 +676,14 @@ def content_of(image: Image) -> bytes:
 def path_of(image: Image) -> str | None:
     """Return the full path of an image in a file as valid text.
 
+    Bytes of the path that are not UTF-8 become backslash escapes.
+
     Args:
         image: Encoded bytes, a path or URI, or pixels uint8 (H, W, 3).
 
     Returns:
-        The absolute path or the URI, or None if the image is not in a file.
+        The absolute path or the URI; None if the image is not in a file, or the path is
+        ''.
     """
     return valid_text(full_path(image)) if isinstance(image, str) and image else None
 
@@ -656,9 +696,9 @@ def name_row(name: str, path: str | None) -> str:
         path: The path of its image; None if it is not in a file.
 
     Returns:
-        The id, followed by the path in brackets if it is known. The path is left out if
-        it ends with the id, or with the id without its first folder (the rows of two
-        folders have ids such as 'labeled/cat/1.jpg').
+        The id, followed by the path in parentheses if it is not None. The path is left
+        out if it ends with '/' and the id, or with '/' and the id without its first
+        folder (the rows of two folders have ids such as 'labeled/cat/1.jpg').
     """
     _, has_folder, tail = name.partition("/")
     endings = (f"/{name}", f"/{tail}") if has_folder else (f"/{name}",)
@@ -673,10 +713,11 @@ def to_columns(images: Images, rows: np.ndarray) -> dict[str, Any]:
         rows: Row numbers to send, int64 (n,).
 
     Returns:
-        Arrow arrays by name. If :meth:`Images.reader` reads the images there, 'number'
-        has row numbers for it. Otherwise 'image' has bytes, and 'shape' says what they
-        are: the shape of pixels uint8, an empty list for a full path (which need not be
-        text), or null for an encoded image.
+        Arrow arrays of n values by name. If :meth:`Images.reader` is not None and so
+        reads the images there, the only column 'number' has row numbers for it, and
+        nothing is read here. Otherwise the images are read, 'image' has bytes, and
+        'shape' says what they are: the shape of pixels uint8, an empty list for a full
+        path or URI (which need not be text), or null for an encoded image.
     """
     if images.reader() is not None:
         return {"number": pa.array(images.numbers(rows))}
@@ -708,7 +749,11 @@ def from_columns(block: pa.Table, reader: Images | None) -> list[Image]:
 
     Returns:
         The images in the order of the table: encoded bytes, full paths, or pixels uint8
-        (H, W, 3).
+        (H, W, 3). Arrays of pixels cannot be written to. With a ``reader`` the images
+        are read now.
+
+    Raises:
+        ConfigError: The ``reader`` cannot read a file that holds many images.
     """
     if reader is not None:
         return reader.read_images(block["number"].to_numpy())

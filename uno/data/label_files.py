@@ -59,18 +59,26 @@ class GivenLabels(NamedTuple):
 def read_label_file(path: str) -> GivenLabels:
     """Read the labels of a table or of a file of an annotation tool.
 
-    - A table (.csv, .tsv, .jsonl) with the columns ``id`` and ``label``, or the CSV
-      file of Label Studio.
+    - A table (.csv, .tsv, .jsonl) with the columns ``id`` and ``label``, or columns of
+      other usual names (:data:`IMAGE_KEYS`, :data:`LABEL_KEYS`), as in the CSV file of
+      Label Studio.
     - Label Studio's JSON or JSON-MIN: the submitted annotations.
     - ``samples.json`` of a ``FiftyOneDataset``: labels that differ from the prediction,
       and those with the tag ``confirmed`` on the label or its sample.
     - "CVAT for images" (.xml): tags that a person has added or changed.
 
     Args:
-        path: Path or URI of the file.
+        path: Path or URI of the file. Its ending, in upper or lower case, is one of
+            .csv, .tsv, .jsonl, .json and .xml.
+
+    Returns:
+        The class of each image that the file puts into one class. Images that it puts
+        into several different classes are left out, and a warning counts them and names
+        the first one.
 
     Raises:
-        ConfigError: The file is of another kind, damaged, or has no label of a person.
+        ConfigError: The file cannot be read, is of another kind, is damaged, has no
+            label of a person, or puts every image into several classes.
     """
     suffix = filesystem.split(path)[1].lower().rpartition(".")[2]
     if suffix in ("csv", "tsv", "jsonl"):
@@ -107,7 +115,8 @@ def read_label_file(path: str) -> GivenLabels:
 def with_label_file(rows: Rows, path: str) -> Rows:
     """Replace labels of a data set by the labels that a file gives to its images.
 
-    Rows that the file does not name keep their labels.
+    Rows that the file does not name, or for which it names several classes, keep their
+    labels. The class of the file need not be a class of the data set.
 
     Args:
         rows: The rows of a source.
@@ -115,11 +124,14 @@ def with_label_file(rows: Rows, path: str) -> Rows:
             :func:`read_label_file`.
 
     Returns:
-        The rows with the labels of the file, and with warnings about labels of images
-        that are not among them.
+        A copy of the rows with the labels of the file, with a note that counts them,
+        and with warnings about images in several classes and about labels of images
+        that are not among the rows. ``eval_labels`` and ``class_names`` stay as they
+        are.
 
     Raises:
-        ConfigError: The file cannot be used, or names no image of the source.
+        ConfigError: :func:`read_label_file` refuses the file, or no image that it names
+            is found by :func:`match_images`.
     """
     given = read_label_file(path)
     numbers = np.arange(len(rows))
@@ -157,19 +169,21 @@ def match_images(
     """Find the rows of the images that a file names.
 
     A name in the file means the row whose id it is. If there is none, the name and the
-    ids and paths of rows are compared as paths from their end: it means the row whose
-    id or path ends with the name, or with whose id or path the name ends. If this holds
-    for several rows, or for a row that another image of the file means already, the
-    image is not found. Files are also known by the name that Label Studio gives them.
+    ids and paths of rows are compared from their end, by whole folder and file names:
+    it means the row whose id or path ends with the name, or with whose id or path the
+    name ends. If this holds for several rows, or for a row that another image of the
+    file means already, the image is not found. The file name of a row may also be
+    written as Label Studio writes it, see :func:`_name_of_upload`.
 
     Args:
-        images: The names of images in the file.
+        images: The names of images in the file, which are ids or paths.
         ids: The ids of all rows.
         paths: Returns the paths of all rows, None for a row without a path. It is
             called only if an image is not named by its id.
 
     Returns:
-        The row number of each image that was found, by its name in the file.
+        Name of each image that was found, as in the file -> its row number. No row is
+        given to two names.
     """
     images = list(images)
     found = find_rows(ids, images)
@@ -199,14 +213,19 @@ def match_images(
 def _answers_of_table(path: str) -> Answers:
     """Yield images and their labels from a table with one image a row.
 
+    The columns are the first ones of :data:`IMAGE_KEYS` and of :data:`LABEL_KEYS` that
+    the table has. A row without an image or without a label is left out.
+
     Args:
-        path: Path or URI of the table.
+        path: Path or URI of the table: JSON lines if it ends with .jsonl, else CSV.
 
     Yields:
-        Pairs of the id or path of an image, and its label.
+        Pairs of the id or path of an image, and its label. An image with several labels
+        in its cell, as Label Studio writes them, gives one pair for each.
 
     Raises:
-        ConfigError: The table has no column of images or no column of labels.
+        ConfigError: The table cannot be read, or has no column of images or no column
+            of labels.
     """
     columns = read_text_table(path).columns
     image = next((name for name in IMAGE_KEYS if name in columns), None)
@@ -223,6 +242,8 @@ def _answers_of_table(path: str) -> Answers:
 def _answers_of_tool(path: str, suffix: str) -> Answers:
     """Read images and their labels from a .json or .xml file of an annotation tool.
 
+    The whole file is read and checked before this returns.
+
     Args:
         path: Path or URI of the file.
         suffix: "json" for Label Studio and FiftyOne, "xml" for CVAT.
@@ -232,7 +253,9 @@ def _answers_of_tool(path: str, suffix: str) -> Answers:
         gave.
 
     Raises:
-        ConfigError: The file is damaged or of another tool.
+        ConfigError: The file cannot be read, is damaged, is an XML file with a document
+            type, is of another tool, or does not say which of several choices or fields
+            holds the classes.
     """
     text = filesystem.read_text(path, MAX_TABLE_BYTES)
     try:
@@ -257,17 +280,21 @@ def _answers_of_tool(path: str, suffix: str) -> Answers:
 def _answers_of_label_studio(tasks: Sequence[Mapping[str, Any]]) -> Answers:
     """Yield images and their labels from Label Studio's JSON or JSON-MIN.
 
-    Skipped tasks and predictions are left out. JSON-MIN has data and choices side by
-    side, so its choices must have one of the names :data:`LABEL_KEYS`.
+    Skipped tasks and predictions are left out. JSON-MIN, in which a task has no key
+    ``data``, has data and choices side by side, so its choices must have one of the
+    names :data:`LABEL_KEYS`; a task without them is left out.
 
     Args:
         tasks: The content of the file, one object for each image.
 
     Yields:
-        Pairs of the id or path of an image, and a label that a person chose.
+        Pairs of the id or path of an image, and a label that a person chose. Several
+        annotations of a task, or several choices, give several pairs.
 
     Raises:
-        ValueError: It is not clear which of several choices are the classes.
+        ValueError: A task names no image, or it is not clear which of several groups of
+            choices are the classes.
+        KeyError, TypeError or AttributeError: The content has another structure.
     """
     for task in tasks:
         if "data" not in task:
@@ -291,9 +318,11 @@ def _answers_of_choices(image: str, choices: Mapping[str, Any]) -> Answers:
     Args:
         image: The id or path of the image.
         choices: Name of a group of choices -> what was chosen, see :func:`_classes_of`.
+            The group with the first of the names :data:`LABEL_KEYS` is used, or else
+            the only group. Other groups are ignored.
 
     Yields:
-        Pairs of ``image`` and a class.
+        Pairs of ``image`` and a class; nothing if there is no group.
 
     Raises:
         ValueError: There are several groups, and none has a name of :data:`LABEL_KEYS`.
@@ -316,7 +345,8 @@ def _classes_of(chosen: Any) -> list[str]:
 
     Args:
         chosen: A class, or a list of classes. Several classes are
-            ``{"choices": [...]}`` in JSON-MIN, and the text of that in a table.
+            ``{"choices": [...]}`` in JSON-MIN, and the text of that in a table. A text
+            that begins so but is not JSON is the name of one class.
     """
     if isinstance(chosen, str) and chosen.startswith('{"choices":'):
         with suppress(ValueError):  # a class of this name
@@ -329,11 +359,15 @@ def _classes_of(chosen: Any) -> list[str]:
 def _image_of_task(data: Mapping[str, Any]) -> str:
     """Return the id or path of the image of a task in Label Studio.
 
+    It is the value of ``image_id``, as text. Without this key it is the path of an
+    image file, as :func:`_name_of_address` returns it: the value of ``image`` if that
+    is one, or else the first value that is one.
+
     Args:
         data: The data of the task by name.
 
     Raises:
-        ValueError: The data names no image.
+        ValueError: The data has no ``image_id`` and no value that ends like an image.
     """
     if "image_id" in data:
         return str(data["image_id"])
@@ -346,8 +380,9 @@ def _image_of_task(data: Mapping[str, Any]) -> str:
 def _name_of_upload(name: str) -> str:
     """Return the name that Label Studio gives to a file when a person uploads it.
 
-    Blanks become underscores. All other characters but letters, digits, underscores,
-    hyphens and dots are removed. The random prefix that Label Studio adds is left out.
+    Blanks at the ends are removed, and others become underscores. All other characters
+    but letters, digits, underscores, hyphens and dots are removed. The random prefix
+    that Label Studio puts before this name is not added.
 
     Args:
         name: The name of the file, without folders.
@@ -358,7 +393,10 @@ def _name_of_upload(name: str) -> str:
 def _name_of_address(address: str) -> str:
     """Return the path of an image in the address by which Label Studio shows it.
 
-    Other texts, such as ids and paths, are returned as they are.
+    Of an uploaded file this is the file name without Label Studio's random prefix; of a
+    file that Label Studio serves from a disk, its path with a leading slash; of another
+    URL, its path without the host. Percent signs are decoded. Other texts, such as ids
+    and paths, are returned as they are.
     """
     if (upload := UPLOAD.fullmatch(address)) is not None:
         return unquote(upload[1])
@@ -371,7 +409,9 @@ def _answers_of_fiftyone(samples: Sequence[Mapping[str, Any]]) -> Answers:
     """Yield images and the labels that a person has given to them in FiftyOne.
 
     These are labels that differ from the prediction that we exported, labels without
-    such a prediction, and those with the tag :data:`CONFIRMED`.
+    such a prediction, and labels that have the tag :data:`CONFIRMED`, or whose sample
+    has it. The label of a sample is its field ``ground_truth``, or else its only field
+    of the type ``Classification``. Samples without a label are left out.
 
     Args:
         samples: The samples in ``samples.json``, one object for each image.
@@ -409,12 +449,17 @@ def _answers_of_cvat(root: ElementTree.Element) -> Answers:
     """Yield images and the tags that a person has added or changed in CVAT.
 
     CVAT marks imported predictions with the source ``auto``, until they are changed.
+    All tags with another source, or with none, are yielded.
 
     Args:
         root: The root of the XML file.
 
     Yields:
-        Pairs of the name of an image, and a tag.
+        Pairs of the name of an image, and the label of a tag. An image with several
+        tags gives one pair for each.
+
+    Raises:
+        KeyError: An image has no name, or a tag has no label.
     """
     for image in root.iter("image"):
         for tag in image.iter("tag"):

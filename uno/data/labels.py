@@ -1,4 +1,4 @@
-"""Class labels: one rule for what a source may hold as the label of a row.
+"""Convert the labels of rows to names of classes, by one rule for all sources.
 
 Every source passes its labels to :func:`encode_labels`, or to :func:`encode_column` if
 they are an Arrow column, so that the same table gives the same classes in every format.
@@ -31,11 +31,12 @@ def encode_labels(
 
     - None, NaN, ``pandas.NA`` and blank text are no label.
     - Text is the name of a class. Booleans are the classes ``True`` and ``False``.
-    - Whole numbers are classes: 0 and 0.0 are both ``0``. A negative number is no
+    - Whole numbers are classes: 0 and 0.0 are both ``0``. A negative whole number is no
       label.
     - Other numbers are refused.
     - Text is read as numbers if every label of the source is a number or the text of
       one: pandas writes whole numbers with gaps to a CSV file as ``0.0`` and ``1.0``.
+      Only a sign and zeros after a point are then removed: ``01`` is the class ``01``.
 
     Args:
         source: The source, as error messages name it.
@@ -49,8 +50,9 @@ def encode_labels(
         of their first rows, and null for a row without a label.
 
     Raises:
-        ConfigError: A label is neither a name nor a whole number, or has no name in
-            ``declared``.
+        ConfigError: A label is a fraction, infinite, or neither text nor a number nor a
+            boolean; or it is a number that has no name in ``declared``, although names
+            are declared. The message names the first row that has it.
     """
     distinct: list[Any] = []
     code_of: dict[tuple[type, Hashable], int] = {}
@@ -82,23 +84,24 @@ def encode_column(
     """Return the class of every row of an Arrow column of labels.
 
     Text, booleans and whole numbers are classes, by the rule of :func:`encode_labels`:
-    0 and 0.0 are both ``0``, and null, NaN, blank text or a negative number is no
-    label.
+    0 and 0.0 are both ``0``, and null, NaN, blank text or a negative whole number is no
+    label. A column of Arrow's type null has no label in any row.
 
     Args:
         source: The source, as error messages name it.
         column: An Arrow array or chunked array of N labels.
         declared: Names of the classes 0, 1, ... if the source's metadata has them. They
             replace labels that are numbers, not labels that are text. Empty if there
-            are none.
+            are none; the class of 0 is then named ``0``.
 
     Returns:
         The labels, a dictionary array (N,) with the names of the classes in the order
         of their first rows, and null for a row without a label.
 
     Raises:
-        ConfigError: The column holds neither text nor numbers nor booleans, or one of
-            its labels is refused by :func:`encode_labels`.
+        ConfigError: The type of the column (of its values, if it is a dictionary) is
+            none of text, number, boolean and null; or :func:`encode_labels` would
+            refuse one of its labels, such as a fraction.
     """
     kind = column.type
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
@@ -133,7 +136,7 @@ def _to_labels(
         distinct: The distinct values of the labels. Text is the name of a class, True
             and False are classes of these names, and whole numbers are classes: 0 and
             0.0 are both ``0``. If all values are numbers or the text of numbers, text
-            is read as a number. A missing value or a negative number is no label.
+            is read as a number. A missing value or a negative whole number is no label.
         indices: The position in ``distinct`` of each row's label, an Arrow array (N,);
             null if the row has no label.
         declared: The names of the classes 0, 1, ..., which replace labels that are
@@ -177,10 +180,15 @@ def _class_name(value: Any, declared: Sequence[str], reads_text: bool) -> str | 
         reads_text: Whether text such as ``"1.0"`` is read as a number.
 
     Returns:
-        The name, or None if the value is missing or a negative number.
+        Text as valid Unicode; if it is read as a number, its digits without a sign and
+        without zeros after a point. "True" or "False" for a boolean. For a whole
+        number its name in ``declared``, or its digits if none are declared. None if the
+        value is missing or a negative whole number.
 
     Raises:
-        ValueError: The value is no label, or its number has no name in ``declared``.
+        ValueError: The value is a fraction (also as text that is read as a number),
+            infinite, or of another type than text, number and boolean; or it is a
+            number (not text) that is too large for ``declared``.
     """
     shown = one_line(repr(value))
     cast = (
@@ -218,7 +226,8 @@ def _class_name(value: Any, declared: Sequence[str], reads_text: bool) -> str | 
 def is_missing(value: Any) -> bool:
     """Return whether a value in a column of labels means that there is no label.
 
-    This holds for None, NaN, ``pandas.NA``, a masked value of NumPy and blank text.
+    This holds for None, NaN, ``pandas.NA``, a masked value of NumPy, and empty or blank
+    text. It does not hold for 0 and False.
     """
     if value is None or isinstance(value, str):
         return not (value and value.strip())
@@ -238,11 +247,12 @@ def require_distinct(source: str, *labels: pa.DictionaryArray | None) -> None:
     """Refuse classes that are almost certainly one class with two spellings.
 
     Two names are spellings of one class if they differ only by spaces around them, or
-    as ``1`` and ``1.0`` do.
+    as ``1`` and ``1.0`` do. Names that differ in capitals are different classes.
 
     Args:
         source: The source, as error messages name it.
-        *labels: Columns of labels, which are compared with each other. None is skipped.
+        *labels: Columns of labels, whose names of classes are all compared with each
+            other, also names that no row has. None is skipped.
 
     Raises:
         ConfigError: There are two such classes.

@@ -1,4 +1,4 @@
-"""Training and evaluation rows that are kept in memory: pixels or features.
+"""Hold the rows for training and evaluation in memory, as pixels or as features.
 
 A :class:`TrainSet` holds all that training may see. Only evaluation reads an
 :class:`EvalSet`. :mod:`uno.data.stream` has sets with the same methods, for images that
@@ -66,10 +66,11 @@ class RowBlocks:
         return self._blocks[0].ndim
 
     def select_rows(self, rows: Tensor | slice) -> RowBlocks:
-        """Return some of the rows, without a copy.
+        """Return some of the rows as another object, without a copy of their values.
 
         Args:
-            rows: Row numbers int64 (n,), a mask bool (N,), or a slice.
+            rows: Row numbers int64 (n,), a mask bool (N,), or a slice. A tensor may be
+                on any device.
         """
         return RowBlocks(self._blocks, self._place[_on_host(rows)])
 
@@ -97,7 +98,10 @@ class RowBlocks:
         return values
 
     def split(self, size: int) -> Iterator[Tensor]:
-        """Yield all rows in order, as tensors (n, ...) of at most ``size`` rows."""
+        """Return an iterator of all rows in order, as tensors of ``size`` rows.
+
+        The last one may have fewer rows. Each is a copy (n, ...) in host memory.
+        """
         return (self[i : i + size] for i in range(0, len(self), size))
 
     def to(self, device: torch.device | str) -> Tensor | RowBlocks:
@@ -107,7 +111,8 @@ class RowBlocks:
             device: The device.
 
         Returns:
-            A tensor (N, ...) on ``device``. For the CPU it is this object itself.
+            A tensor (N, ...) on ``device``. For the CPU it is this object itself, and
+            nothing is copied.
         """
         if torch.device(device).type == "cpu":
             return self
@@ -150,27 +155,37 @@ class DecodedImages(ImageSubset):
         return cls(images, np.arange(len(images)), values, reasons)
 
     def take(self, rows: np.ndarray) -> ImageSubset:
-        """Return only some rows int64 (n,), with their pixels or features."""
+        """Return only some rows int64 (n,), in that order.
+
+        Their pixels or features are not copied: the method ``prepared`` of the result
+        returns them.
+        """
         return ImageSubset(self, rows)
 
     def split_rows(self, rows: np.ndarray, size: int) -> Iterator[Images]:
-        """Yield some rows in parts, with their pixels or features.
+        """Yield some rows in parts, in the order of ``rows``.
 
         Args:
             rows: Row numbers, int64 (n,).
             size: Number of rows of each part; the last one may have fewer.
+
+        Yields:
+            The :class:`ImageSubset` of each part, numbered from 0. Its method
+            ``prepared`` returns the pixels or features; its images are read when its
+            method ``read_images`` is called.
         """
         return Images.split_rows(self, rows, size)
 
     def prepared(self, rows: np.ndarray) -> tuple[Tensor, list[str | None]]:
-        """Return the decoded pixels or features of rows.
+        """Return a copy of the decoded pixels or features of rows, in that order.
 
         Args:
             rows: Row numbers, int64 (n,).
 
         Returns:
             Pixels uint8 (n, 3, S, S) or features (n, D), and for each row the reason
-            why it is unreadable, or None.
+            why it is unreadable, or None. The values of unreadable rows have no
+            meaning.
         """
         reasons = [self.reasons[row] for row in rows.tolist()]
         return self.values[torch.tensor(rows)], reasons
@@ -204,7 +219,10 @@ class TrainSet:
         return len(self.unlabeled_images)
 
     def to(self, device: torch.device | str) -> TrainSet:
-        """Return the same set with all of its tensors on ``device``."""
+        """Return the same set with its labels and images or features on ``device``.
+
+        A :class:`RowBlocks` becomes a tensor, except on the CPU, where it stays.
+        """
         names = ("labeled_images", "labels", "unlabeled_images")
         return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
@@ -216,15 +234,17 @@ class TrainSet:
         world_size: int = 1,
         last: int = 0,
     ) -> MemoryBatches:
-        """Return a function that gives one worker the batch of each step of a phase.
+        """Return an object that makes one worker's batch of each step of a phase.
+
+        It is called with a step and returns the batch of this step.
 
         Args:
             config: The configuration of the run.
             plan: The numbers that fix the rows of every batch of the phase.
-            rank: Number of the worker.
+            rank: Number of the worker, from 0.
             world_size: The number of workers.
-            last: The step at which the phase ends. Only sets that read ahead, which are
-                those of :mod:`uno.data.stream`, need it.
+            last: The step at which the phase ends, which is ignored here. Only sets
+                that read ahead, which are those of :mod:`uno.data.stream`, need it.
         """
         return MemoryBatches(config, self, plan, rank, world_size)
 
@@ -235,8 +255,9 @@ class TrainSet:
             num: The largest number of labeled rows, and of unlabeled rows.
 
         Returns:
-            Two arrays int64: positions among the labeled rows, and positions among the
-            unlabeled rows.
+            Two arrays int64, ascending: positions among the labeled rows, and positions
+            among the unlabeled rows. They are all rows of a kind that has no more than
+            ``num``.
         """
         return [evenly_spaced(num, n) for n in (len(self.labels), self.num_unlabeled)]
 
@@ -248,20 +269,22 @@ class TrainSet:
         Args:
             chosen: Two arrays int64 that :meth:`choose_rows` returns: positions among
                 the labeled rows, and positions among the unlabeled rows.
-            batch_size: The largest number of rows of a batch.
+            batch_size: The largest number of rows of a batch. In a sample of n rows it
+                has at most max(32, ceil(n / 64)) rows, too.
 
         Returns:
             For each batch the positions of its rows in the sample, int64 (b,), in which
             the labeled rows come first; and the function that reads batches, see
-            :data:`Read`.
+            :data:`Read`. No batch has both labeled and unlabeled rows.
         """
         images = self.labeled_images, self.unlabeled_images
         return plan_reading([*zip(images, chosen, strict=True)], batch_size)
 
     def sync(self) -> None:
-        """Do nothing. In streamed sets the workers exchange unreadable rows here.
+        """Do nothing: unreadable images of a set in memory are left out beforehand.
 
-        Unreadable images of a set in memory were left out before training.
+        The method exists because workers exchange unreadable rows in the method of the
+        same name of streamed sets.
         """
 
 
@@ -281,7 +304,10 @@ class EvalRows:
     unlabeled: Tensor
 
     def where(self, chosen: Tensor) -> Self:
-        """Return the set of only some of its N rows.
+        """Return a copy of the set with only some of its N rows.
+
+        Attributes of a subclass that hold all rows of the run, such as ``images``, stay
+        as they are.
 
         Args:
             chosen: Whether each row is kept, bool (N,).
@@ -311,15 +337,17 @@ class EvalSet(EvalRows):
     def batches(
         self, batch_size: int, rank: int = 0, world_size: int = 1
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the rows of one worker as batches, each row once.
+        """Yield the rows of one worker as batches, each row once and in order.
 
         Args:
             batch_size: The largest number of rows in a batch.
-            rank: Number of the worker. It gets the rows ``rank::world_size``.
+            rank: Number of the worker, from 0. It gets the rows ``rank::world_size`` of
+                the N rows.
             world_size: The number of workers.
 
         Yields:
-            Images (b, 3, S, S) or features (b, D), and true classes int64 (b,).
+            Images uint8 (b, 3, S, S) or features float32 (b, D), and true classes int64
+            (b,). A worker without rows gets no batch.
         """
         for rows in torch.arange(rank, len(self.truth), world_size).split(batch_size):
             if len(rows):
@@ -332,7 +360,8 @@ class EvalSet(EvalRows):
             num: The largest number of rows.
 
         Returns:
-            A list of one array: the positions of the chosen rows, int64.
+            A list of one array: the positions of the chosen rows among the N rows of
+            the set, int64, ascending. They are all rows if N is no more than ``num``.
         """
         return [evenly_spaced(num, len(self.truth))]
 
@@ -344,7 +373,8 @@ class EvalSet(EvalRows):
         Args:
             chosen: A list of one array int64, the positions of the chosen rows, which
                 :meth:`choose_rows` returns.
-            batch_size: The largest number of rows of a batch.
+            batch_size: The largest number of rows of a batch. In a sample of n rows it
+                has at most max(32, ceil(n / 64)) rows, too.
 
         Returns:
             For each batch the positions of its rows in the sample, int64 (b,); and the
@@ -360,7 +390,9 @@ def plan_reading(
 ) -> tuple[list[np.ndarray], Read]:
     """Divide rows in memory into batches, and return how they are read.
 
-    The batches do not depend on the number of workers that share them.
+    In a sample of n rows a batch has at most max(32, ceil(n / 64)) rows, and at most
+    ``batch_size``, so that a small sample has batches for several workers. The batches
+    do not depend on the number of workers that share them.
 
     Args:
         parts: Pairs of images or features, and the numbers of the chosen rows in them,
@@ -369,8 +401,9 @@ def plan_reading(
         batch_size: The largest number of rows of a batch.
 
     Returns:
-        For each batch the positions of its rows in the sample, int64 (b,), all in one
-        part; and the function that reads batches, see :data:`Read`.
+        For each batch the positions of its rows in the sample, int64 (b,), consecutive
+        and all in one part; and the function that reads batches, see :data:`Read`.
+        Nothing is read before that function is called.
     """
     ends = np.cumsum([len(rows) for _, rows in parts])
     size = min(batch_size, max(MIN_BATCH_ROWS, -(-int(ends[-1]) // MAX_BATCHES)))
@@ -404,7 +437,8 @@ def keep_pixels(
 ) -> Task:
     """Keep the decoded images or the features of all rows in memory.
 
-    Later code then takes these values and neither decodes nor encodes the images again.
+    Code that finds these values, by the method ``prepared`` of the images, neither
+    decodes nor encodes them again. ``task`` itself is not changed.
 
     Args:
         task: All N rows of the run.
@@ -414,7 +448,8 @@ def keep_pixels(
         reasons: For each row the reason why it is unreadable, or None.
 
     Returns:
-        The task, whose images have these values.
+        A copy of the task whose images are :class:`DecodedImages` with these values.
+        The values are not copied, but for the first of several views.
     """
     if isinstance(images, Tensor):
         if images.ndim == 3:
@@ -437,7 +472,8 @@ def assemble(task: Task, images: Tensor, ok: np.ndarray) -> TrainSet:
         ok: Whether each row is readable, bool (N,). Other rows are left out.
 
     Returns:
-        The training rows of the task that are readable. Test rows are not in it.
+        The training rows of the task that are readable, labeled and unlabeled ones each
+        in ascending order. Test rows are not in it. ``images`` are not copied.
     """
     return train_set(RowBlocks([images]), **train_rows(task, ok))
 
@@ -462,6 +498,10 @@ def train_set(
         unlabeled: Row numbers of the unlabeled training rows, int64 (N_u,).
         num_known: C_l, the number of known classes.
         num_novel: C_u, the number of novel classes.
+
+    Returns:
+        The set. It has views of ``images`` as :class:`RowBlocks`, without a copy, and
+        ``labels`` as they are.
     """
     known, rest = (
         images.select_rows(torch.tensor(rows)) for rows in (labeled, unlabeled)
@@ -479,8 +519,8 @@ def eval_sets(task: Task, images: Tensor, ok: np.ndarray) -> dict[str, EvalSet]:
         ok: Whether each row is readable, bool (N,). Other rows are left out.
 
     Returns:
-        The rows of "train" and "test" that have a true class, in ascending order. A set
-        can be empty.
+        The sets of the splits "train" and "test". Each has the rows of the split that
+        have a true class, labeled or not, in ascending order. A set can be empty.
     """
     values = RowBlocks([images if images.ndim == 4 else images[:, 0]])
     return {
@@ -492,9 +532,11 @@ def eval_sets(task: Task, images: Tensor, ok: np.ndarray) -> dict[str, EvalSet]:
 class MemoryBatches:
     """The batches of a phase from a set in memory, for one worker.
 
-    Calling an object with a step returns the batch of this step. The batch depends on
-    the seed of the run, the step and the rank only. The views of a row are the same for
-    any number of workers.
+    Calling an object with a step returns the batch of this step. For the same arguments
+    the batch of a step is always the same, in whatever order steps are asked for. The
+    views of a row are the same for any number of workers. They are augmented images,
+    cached views of features, or features with noise if there are fewer cached views
+    than the method needs.
 
     Args:
         config: The configuration of the run.
@@ -565,7 +607,9 @@ class MemoryBatches:
             generator: Draws the views of the global batch.
 
         Returns:
-            V tensors (b_l + b_u, 3, S_v, S_v), large views first.
+            V tensors float32 (b_l + b_u, 3, S_v, S_v), large views first, normalized by
+            ``data.mean`` and ``data.std``. The rows are in the order of ``labeled``,
+            then ``unlabeled``.
         """
         train, data = self._train, self._config.data
         return augment(
@@ -602,8 +646,8 @@ class MemoryBatches:
             generator: Draws the views of the global batch.
 
         Returns:
-            ``augment.large.num_views`` tensors (b_l + b_u, D) of features. The views of
-            a row are different ones.
+            ``augment.large.num_views`` tensors (b_l + b_u, D) of features, in the order
+            of ``labeled``, then ``unlabeled``. The views of a row are different ones.
         """
         train, plan = self._train, self._plan
         num_rows = plan.labeled_size + plan.unlabeled_size
@@ -627,10 +671,12 @@ class MemoryBatches:
         positions: Tensor,
         generator: torch.Generator,
     ) -> list[Tensor]:
-        """Return views of embeddings that have too few views: each has other noise.
+        """Make views of features by adding noise to the evaluation view of each row.
 
-        The noise of a number is normal. Its standard deviation is
-        ``augment.vector_noise`` times the one of this number over the training rows.
+        This is done where there are fewer cached views than the method needs. The noise
+        is normal and drawn anew for each view. Its standard deviation in each of the D
+        features is ``augment.vector_noise`` times that of this feature over the
+        training rows, see :func:`spread_of_features`.
 
         Args:
             labeled: Numbers among the labeled rows, int64 (b_l,).
@@ -640,7 +686,8 @@ class MemoryBatches:
             generator: Draws the noise of the global batch.
 
         Returns:
-            ``augment.large.num_views`` tensors (b_l + b_u, D).
+            ``augment.large.num_views`` tensors (b_l + b_u, D), in the order of
+            ``labeled``, then ``unlabeled``.
         """
         train, plan, settings = self._train, self._plan, self._config.augment
         plain = torch.cat(
@@ -658,7 +705,10 @@ class MemoryBatches:
 def spread_of_features(train: TrainSet) -> Tensor:
     """Return the standard deviation of each feature over a sample of the rows.
 
-    The noise that is added to embeddings as an augmentation is a multiple of it.
+    The sample has at most :data:`SPREAD_ROWS` labeled and as many unlabeled rows, each
+    evenly spaced. The sum of squares is divided by the number of rows, not by one less.
+    The noise that is added to embeddings as an augmentation is a multiple of the
+    result.
 
     Args:
         train: A training set of features (N, 1 + V, D). Of its views only the first,
