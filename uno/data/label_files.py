@@ -346,11 +346,12 @@ def _classes_of(chosen: Any) -> list[str]:
     Args:
         chosen: A class, or a list of classes. Several classes are
             ``{"choices": [...]}`` in JSON-MIN, and the text of that in a table. A text
-            that begins so but is not JSON is the name of one class.
+            that begins so but is no JSON of a list is the name of one class.
     """
     if isinstance(chosen, str) and chosen.startswith('{"choices":'):
         with suppress(ValueError):  # a class of this name
-            chosen = filesystem.parse_json(chosen)
+            content = filesystem.parse_json(chosen)
+            chosen = content if isinstance(content["choices"], list) else chosen
     if isinstance(chosen, Mapping):
         chosen = chosen["choices"]
     return [chosen] if isinstance(chosen, str) else [str(name) for name in chosen]

@@ -125,6 +125,12 @@ def test_several_choices_of_label_studio_are_several_classes(tmp_path, name, con
     assert given.classes == {"b.png": "owl"} and "owl, jay" in given.warnings[0]
 
 
+def test_a_text_that_begins_like_choices_is_a_class(tmp_path):
+    line = json.dumps({"image": "a.png", "choice": '{"choices": 5}'})
+    given = read_label_file(write(tmp_path, "min.jsonl", line))
+    assert given.classes == {"a.png": '{"choices": 5}'}
+
+
 @pytest.mark.parametrize(
     ("name", "content", "part"),
     [
