@@ -25,6 +25,7 @@ from uno.data.embeddings import write_vectors
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
 
+@pytest.mark.slow
 def test_one_worker_equals_no_ray(tmp_path, capsys, monkeypatch):
     """Losses, weights and results, bit for bit, at one thread, where Ray's tasks
     decode.

@@ -170,7 +170,7 @@ def fake_cuda(world_size: int = 1) -> Iterator[FakeCuda]:
             patch.setattr(distributed, "in_group", lambda: True)
             for name, value in (("rank", 0), ("world_size", world_size)):
                 patch.setattr(dist, f"get_{name}", lambda value=value: value)
-            for name in ("all_gather", "all_reduce"):
+            for name in ("all_gather", "all_reduce", "broadcast"):
                 patch.setattr(dist, name, lambda *_, **__: None)
             # what is sent as bytes, which nothing here holds
             patch.setattr(

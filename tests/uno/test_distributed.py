@@ -380,7 +380,7 @@ def results(world_size: int, folder: Path) -> tuple[list[dict[str, Tensor]], ...
 @pytest.mark.parametrize(
     "world_size",
     [
-        pytest.param(2, marks=pytest.mark.ray),
+        pytest.param(2, marks=[pytest.mark.ray, pytest.mark.slow]),
         pytest.param(4, marks=pytest.mark.release),
     ],
 )

@@ -73,6 +73,7 @@ assert not {"uno", "pipelines"} & set(sys.modules) and len(names) == 10
 
 
 @pytest.mark.ray  # several processes
+@pytest.mark.slow
 def test_pt2_computes_the_same_without_this_project(tmp_path):
     """Kills: another head, no center crop, no normalization, no temperature, a fixed
     batch, merges lost.
