@@ -62,12 +62,13 @@ class WaitLines:
     def tell(self) -> bool:
         """Print what the workers need and what the cluster has, if 30 s have passed.
 
-        The 30 s count from the begin of the wait, or from the line before. Nothing is
-        printed after :meth:`end`. This returns at once.
+        The 30 s count from the begin of the wait, or from when the line before was due.
+        Nothing is printed between :meth:`end` and the next :meth:`begin`. This returns
+        at once.
 
         Returns:
-            Whether the wait goes on, also if nothing was printed: False after
-            :meth:`end`.
+            Whether the wait goes on, also if nothing was printed: False between
+            :meth:`end` and the next :meth:`begin`.
         """
         if self._due is None:
             return False

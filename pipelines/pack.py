@@ -82,10 +82,10 @@ def pack_data(config: Config, shard_mb: int, given: Mapping[str, Any]) -> None:
 def store_on_ray(ray: Any, config: Config) -> Store:
     """Return a function that writes shards by tasks of Ray.
 
-    At most as many tasks as workers run at a time. Image paths must be valid on every
-    node, and so must an output that is a URI. If the output is a local directory, all
-    tasks run on this node. If it is a URI and the cluster has no CPU, this waits for a
-    node.
+    At most as many tasks as workers run at a time. If the output is a local directory,
+    all tasks run on this node. If it is a URI, tasks run on any node, where image paths
+    must be valid, too; and if the cluster has fewer CPUs than one task asks for, this
+    waits for a node.
 
     Args:
         ray: The module ``ray``, connected to a cluster.
@@ -142,14 +142,16 @@ def write_shard(
     Args:
         target: The output directory, a path or URI.
         rows: All rows of the source, without their images.
-        reader: Reads images by their number; None if the item has the images
-            themselves.
-        item: The rows that the shard is to hold; and the images of these rows as
-            columns of Arrow, see :func:`~uno.data.images.to_columns`.
+        reader: Reads images by their number; None if the columns of the item hold the
+            images themselves.
+        item: The rows that the shard is to hold; and Arrow columns with a value for
+            each of them, see :func:`~uno.data.images.to_columns`. With a reader they
+            are only ``number``, the number under which it finds the image; otherwise
+            ``image`` and ``shape``.
 
     Returns:
-        The name of the shard, the number of its rows, and the unreadable rows, which
-        are left out.
+        The name of the shard; the number of its rows, with those that are left out; and
+        the unreadable rows, which are left out.
     """
     shard, columns = item
     images = from_columns(pa.table(dict(columns)), reader)

@@ -102,7 +102,7 @@ def test_an_engineer_sorts_photos(tmp_path, capsys, monkeypatch):
     take(discover, *more, replaced={"pretrained": "weights.safetensors"})
     end = capsys.readouterr().out.partition("\nverdict: ")[2]
     assert "\n  expected accuracy on all unlabeled images: " in end
-    assert "images of new classes: " in end and "next: open " in end
+    assert "no label in training, new classes: " in end and "next: open " in end
     assert (
         "accuracy, %" not in end
         and f"uno classes {tmp_path}/runs/photos --rename novel-1=NAME" in end

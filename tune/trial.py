@@ -454,11 +454,14 @@ def _read_folds(sweep: Sweep, folder: Storage) -> list[Fold]:
     """Return the discovery problems of a trial, with the data in Ray's object store.
 
     This also sets the number of threads of torch in this process: ``compute.threads``,
-    or by default the CPUs that are reserved for a trial.
+    or by default the CPUs that are reserved for a trial. Images that are not in memory
+    are read later, when they are needed.
 
     Args:
         sweep: The facts about the sweep, with the reference to its data.
-        folder: The directory in which images are listed that prove unreadable.
+        folder: The directory of the trial or pretraining, used only if images are not
+            in memory. Those that training cannot read are listed there. A list from
+            before a resume is read now.
     """
     import ray
 
