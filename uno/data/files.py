@@ -103,7 +103,9 @@ def normalize_path(path: str) -> str:
         ``file://``.
     """
     if path.startswith("file://"):
-        path = unquote(urlsplit(path).path, errors="surrogateescape")
+        path = unquote(
+            re.sub("^file://[^/?#]*|[?#].*", "", path), errors="surrogateescape"
+        )
     scheme, mark, place = path.partition("://")
     return scheme + mark + place.rstrip("/") if mark else os.path.expanduser(path)
 
@@ -603,11 +605,14 @@ def locate(path: str) -> tuple[Any, Any]:
         ``str`` for a URI.
 
     Raises:
-        OSError: pyarrow does not know the scheme or the options.
+        OSError: The URI is not valid, or pyarrow does not know its scheme or options.
     """
     if not is_uri(path):
         return pa.fs.LocalFileSystem(), os.fsencode(path)
-    parts = urlsplit(path, allow_fragments=False)
+    try:
+        parts = urlsplit(path, allow_fragments=False)
+    except ValueError as error:  # such as a host that begins with '['
+        raise OSError(str(error)) from None
     files, root = _connect(
         f"{parts.scheme}://{parts.netloc}", f"?{parts.query}" if parts.query else ""
     )

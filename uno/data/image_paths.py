@@ -186,8 +186,8 @@ def find_images(
 
     Raises:
         ConfigError: A value is no text, a row has no path although ``may_lack`` is
-            False, a path is outside the folder, or there are rows but none of the files
-            exists (which is not checked in remote storage).
+            False, a path is outside the folder, or rows have paths but none of these
+            files exists (which is not checked in remote storage).
     """
     paths_of_table = ImagePaths(table_folder, options)
     parts, row, first = list[Files](), 0, ""
@@ -217,7 +217,7 @@ def find_images(
         parts.append(Files.of(paths, stats))
     files = Files.join(parts or [Files.of([], ())])
     root = paths_of_table.root
-    if row and not filesystem.is_uri(root) and files.stats[:, 0].max() < 0:
+    if first and not filesystem.is_uri(root) and files.stats[:, 0].max() < 0:
         raise ConfigError(
             f"{source}: none of its {row} images is below {root}, e.g. "
             f"{one_line(repr(first))}{_fix_of_missing(root, first, options)}{otherwise}"

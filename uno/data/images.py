@@ -145,18 +145,23 @@ class Images(Protocol):
     def sizes(self, rows: np.ndarray) -> np.ndarray:
         """Return the stored size of each image in bytes.
 
-        By default the images are read to measure them, and an image that is read as a
-        path counts as long as the text of its path.
+        By default the images are read to measure them. Of an image that is read as a
+        path, the file is looked up.
 
         Args:
             rows: Row numbers, int64 (n,).
 
         Returns:
-            int64 (n,). Sources in files return -1 if a size is not known, and about the
-            mean size in a row group for images in Parquet files.
+            int64 (n,): -1 for a missing file, and if a size is not known, as of a URI;
+            about the mean size in a row group for images in Parquet files.
         """
         images = self.read_images(rows)
-        sizes = [getattr(image, "nbytes", len(image)) for image in images]
+        sizes = [
+            stat_of(image)[0]
+            if isinstance(image, str)
+            else getattr(image, "nbytes", len(image))
+            for image in images
+        ]
         return np.array(sizes, np.int64)
 
     def content_keys(self, rows: np.ndarray) -> Iterable[bytes] | pa.Array:
@@ -606,8 +611,10 @@ def _whole_groups(
     """Choose positions of at most ``num`` rows of each kind, by whole groups.
 
     A kind of no more than ``num`` rows is chosen whole. For another kind, the share
-    num / n of all groups that hold rows of any kind is chosen, evenly spaced. If its
-    rows in these groups are more than ``num``, evenly spaced ones of them are kept.
+    num / n of the groups that hold rows of it is chosen, evenly spaced: first among the
+    groups that serve the kind with the largest share too, and if too few of these hold
+    rows of it, also among its other groups. If its rows in the chosen groups are more
+    than ``num``, evenly spaced ones of them are kept.
 
     Args:
         images: The images of all rows, which are stored in groups.
@@ -621,13 +628,19 @@ def _whole_groups(
     groups = [cast(np.ndarray, images.groups(rows)) for rows in kinds]
     numbers = np.unique(np.concatenate(groups))
     shares = [num / max(num, len(rows)) for rows in kinds]
-    most = numbers[evenly_spaced(math.ceil(max(shares) * len(numbers)), len(numbers))]
+    common = numbers[evenly_spaced(math.ceil(max(shares) * len(numbers)), len(numbers))]
     found = []
     for rows, own, share in zip(kinds, groups, shares, strict=True):
         if share == 1:
             found.append(evenly_spaced(num, len(rows)))
             continue
-        chosen = most[evenly_spaced(math.ceil(share * len(numbers)), len(most))]
+        stored = np.unique(own)
+        wanted = math.ceil(share * len(stored))
+        shared, others = np.intersect1d(stored, common), np.setdiff1d(stored, common)
+        chosen = np.union1d(
+            shared[evenly_spaced(wanted, len(shared))],
+            others[evenly_spaced(max(0, wanted - len(shared)), len(others))],
+        )
         inside = np.flatnonzero(np.isin(own, chosen))
         found.append(inside[evenly_spaced(num, len(inside))])
     return found

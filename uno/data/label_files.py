@@ -13,16 +13,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 from xml.etree import ElementTree
 
 import numpy as np
 import pyarrow as pa
 
 from uno.data import files as filesystem
-from uno.data.columns import fill_labels, find_rows, make_labels
+from uno.data.columns import fill_labels, find_rows
 from uno.data.images import is_image
-from uno.data.labels import is_missing
+from uno.data.labels import encode_labels, is_missing, require_distinct
 from uno.data.rows import Rows
 from uno.data.text_tables import read_text_table
 from uno.errors import ConfigError, one_line
@@ -116,7 +116,9 @@ def with_label_file(rows: Rows, path: str) -> Rows:
     """Replace labels of a data set by the labels that a file gives to its images.
 
     Rows that the file does not name, or for which it names several classes, keep their
-    labels. The class of the file need not be a class of the data set.
+    labels. The class of the file need not be a class of the data set. Labels that are
+    numbers are read by the rule of all sources, see
+    :func:`~uno.data.labels.encode_labels`: ``0.0`` is the class ``0``.
 
     Args:
         rows: The rows of a source.
@@ -130,8 +132,9 @@ def with_label_file(rows: Rows, path: str) -> Rows:
         are.
 
     Raises:
-        ConfigError: :func:`read_label_file` refuses the file, or no image that it names
-            is found by :func:`match_images`.
+        ConfigError: :func:`read_label_file` refuses the file, no image that it names
+            is found by :func:`match_images`, a label is a fraction, or a class differs
+            from another one only in its spelling.
     """
     given = read_label_file(path)
     numbers = np.arange(len(rows))
@@ -147,11 +150,11 @@ def with_label_file(rows: Rows, path: str) -> Rows:
             example = one_line(repr(rows.ids[0].as_py()))
             raise ConfigError(f"{what}; ids there are such as {example}")
         warnings = (*warnings, f"{what}: they are left out")
-    names = make_labels(given.classes[image] for image in found)
-    codes = np.full(len(rows), -1, np.int32)
-    codes[[*found.values()]] = names.indices.to_numpy()
-    indices = pa.array(codes, mask=codes < 0)
-    labels = pa.DictionaryArray.from_arrays(indices, names.dictionary)
+    names: list[str | None] = [None] * len(rows)
+    for image, row in found.items():
+        names[row] = given.classes[image]
+    labels = encode_labels(path, names, name_row=lambda row: rows.ids[row].as_py())
+    require_distinct(path, labels, rows.labels, rows.eval_labels)
     note = f"{plural(len(found), 'label')} from {path}"
     return replace(
         rows,
@@ -403,7 +406,9 @@ def _name_of_address(address: str) -> str:
         return unquote(upload[1])
     if LOCAL_FILE in address:
         return "/" + unquote(address.partition(LOCAL_FILE)[2]).lstrip("/")
-    return unquote(urlsplit(address).path) if "://" in address else address
+    if "://" in address:
+        return unquote(re.sub(r"^[^:]*://[^/?#]*|[?#].*", "", address, flags=re.DOTALL))
+    return address
 
 
 def _answers_of_fiftyone(samples: Sequence[Mapping[str, Any]]) -> Answers:

@@ -67,7 +67,8 @@ def encode_labels(
             value = value.item()
         if is_missing(value):
             return -1
-        key = type(value), value if isinstance(value, Hashable) else repr(value)
+        is_plain = isinstance(value, str) or _is_number(value)
+        key = type(value), value if is_plain else repr(value)
         if key not in code_of:
             code_of[key] = len(distinct)
             distinct.append(value)

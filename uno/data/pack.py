@@ -295,7 +295,7 @@ def pack(
         "fingerprint": rows.fingerprint,
         "rows": len(rows),
         "shard_bytes": shard_bytes,
-        "labeled_sha256": hashlib.sha256(np.packbits(labeled).tobytes()).hexdigest(),
+        "labels_sha256": _hash_labels(rows, labeled),
         "shards": list(shards),
     }
     claim_directory(output, PACKING, plan, "pack", finished=False)
@@ -306,6 +306,8 @@ def pack(
     bad = {name: entries for name, entries in found if entries is not None}
     done = sum(len(group) for name in bad for group in shards[name])
     on_progress(done, len(rows))
+    if len(bad) < len(shards):  # readers refuse the directory until all are there
+        output.write(PACKING, json.dumps({**plan, "finished": False}).encode())
     missing = (
         ShardRows(name, np.array([*map(len, groups)]), np.concatenate(groups))
         for name, groups in shards.items()
@@ -328,6 +330,21 @@ def pack(
         PACKING, json.dumps({**plan, **counts, "finished": True}, indent=1).encode()
     )
     return Packed(len(rows), **counts, shards=len(shards))
+
+
+def _hash_labels(rows: Rows, labeled: np.ndarray) -> str:
+    """Return a SHA-256 of what shards hold beside ids, images, labels and splits.
+
+    These are the classes that the source declares, their order, the true classes for
+    evaluation, and which rows count as labeled. ``rows.fingerprint`` has the rest.
+
+    Args:
+        rows: The N rows to write.
+        labeled: Whether each row counts as labeled, bool (N,).
+    """
+    truth = None if rows.eval_labels is None else rows.eval_labels.to_pylist()
+    facts = json.dumps([rows.class_names, rows.known, truth])
+    return hashlib.sha256(facts.encode() + np.packbits(labeled).tobytes()).hexdigest()
 
 
 def _read_bad_rows(output: Storage, name: str) -> list[BadRow] | None:

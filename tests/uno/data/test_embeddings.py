@@ -436,3 +436,11 @@ def test_vectors_from_memory(tmp_path):
     for more, why in others:
         with pytest.raises(ConfigError, match=why):
             given_vectors(values, **more)
+
+
+def test_a_column_of_pictures_may_be_empty(tmp_path):
+    """A program that has no pictures may write the column ``path`` all the same."""
+    rows = rows_of(
+        stored(tmp_path / "v.parquet", embedding=list(drawn(3)), path=[None] * 3)
+    )
+    assert rows.images.paths(np.arange(3)) == [None] * 3

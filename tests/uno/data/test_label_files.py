@@ -181,6 +181,24 @@ def test_labels_of_a_file_replace_those_of_the_source(tmp_path):
     assert read_rows(source, images_only=True).labels.null_count == 3
 
 
+def test_numbers_in_a_file_are_classes_as_in_every_source(tmp_path):
+    """pandas writes whole numbers as 0.0 where other rows have none."""
+    write_images(tmp_path / "images", ["0/a.png", "1/b.png", "c.png", "d.png"])
+    file = write(tmp_path, "l.csv", "id,label\nc.png,0.0\nd.png,1.0\n")
+    labels, _ = labels_of(tmp_path / "images", file)
+    assert labels == {"0/a.png": "0", "1/b.png": "1", "c.png": "0", "d.png": "1"}
+    file = write(tmp_path, "l.csv", "id,label\nc.png,0.5\n")
+    config = DataConfig(source=f"folder:{tmp_path}/images", labels=file)
+    assert "c.png" in failure(read_rows, config)
+
+
+def test_two_spellings_of_a_class_in_file_and_source_are_refused(tmp_path):
+    write_images(tmp_path / "images", ["1/a.png", "b.png", "c.png"])
+    file = write(tmp_path, "l.csv", "id,label\nb.png,1.0\nc.png,owl\n")
+    config = DataConfig(source=f"folder:{tmp_path}/images", labels=file)
+    assert "'1.0' and '1'" in failure(read_rows, config)
+
+
 @pytest.mark.parametrize(
     "address",
     [
@@ -190,6 +208,7 @@ def test_labels_of_a_file_replace_those_of_the_source(tmp_path):
         "new/b c.png",
         "b c.png",
         "/data/upload/2/a657eb98-b_c.png",
+        "s3://[x/new/b c.png",
     ],
 )
 def test_images_are_found_by_their_path_where_the_file_has_no_ids(tmp_path, address):

@@ -5,6 +5,7 @@ incomplete.
 import json
 import os
 import re
+from dataclasses import replace
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -208,6 +209,36 @@ def test_truth_keeps_names_that_no_label_has(tmp_path):
     rows = read_rows(config_of(f"parquet:{tmp_path}/out"))
     assert sorted(rows.eval_labels.to_pylist()) == sorted(truth)
     assert sorted(filter(None, rows.labels.to_pylist())) == ["cat", "cat", "dog"]
+
+
+def test_a_pack_of_other_true_classes_is_another_pack(tmp_path):
+    rows = read_rows(config_of(images(tmp_path / "images")))
+    labeled, output = np.zeros(len(rows), bool), Storage(str(tmp_path / "out"))
+    pack(rows, labeled, output, 1000, store_local(1))
+    for change in ({"eval_labels": rows.labels}, {"known": ("cat",)}):
+        other = replace(rows, **change)
+        line = failure(pack, other, labeled, output, 1000, store_local(1))
+        assert "labels_sha256" in line and "another pack" in line
+
+
+def test_a_pack_that_is_repaired_is_not_read_meanwhile(tmp_path):
+    packed("digits", tmp_path / "out", shard_bytes=10**5)
+    victim = next((tmp_path / "out").glob("train-00000-*.parquet"))
+    content = victim.read_bytes()
+    victim.write_bytes(content[:-100])
+
+    def stop(output, rows, shards):
+        raise KeyboardInterrupt
+
+    rows = read_rows(config_of("digits"))
+    labeled = labeled_rows(rows, config_of("digits")) & rows.is_train
+    with pytest.raises(KeyboardInterrupt):
+        pack(rows, labeled, Storage(str(tmp_path / "out")), 10**5, stop)
+    assert "an unfinished pack" in failure(
+        read_rows, config_of(f"parquet:{tmp_path}/out")
+    )
+    packed("digits", tmp_path / "out", shard_bytes=10**5)
+    assert victim.read_bytes() == content
 
 
 def test_other_directories_are_refused(tmp_path):
