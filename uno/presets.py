@@ -146,6 +146,8 @@ PHOTOS: Values = {
     "discover.epochs": 30,
     "discover.warmup_epochs": 3,
 }
+FROZEN_PRESETS = ("photos", VECTORS)
+"""Presets that train heads on features of a frozen encoder."""
 PRECOMPUTED: Values = {**PHOTOS, "model.encoder": VECTORS}
 DIGIT_VIEW = dict(
     crop="none",

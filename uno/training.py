@@ -194,7 +194,8 @@ def warmup_cosine(
 
     It rises linearly from ``min_lr`` at step 0 to ``base_lr`` at step ``warmup_steps``,
     then falls along half a cosine to ``min_lr`` at step ``total_steps`` - 1, where it
-    stays.
+    stays. If no more than one step is left after the warm-up, the rate is ``base_lr``
+    at step ``warmup_steps``, and ``min_lr`` from the next step on.
 
     Args:
         step: The number of the step, from 0.

@@ -529,7 +529,11 @@ def _spread(rows: Tensor, max_rows: int) -> Tensor:
 
 
 def _log_mixing(values: Sequence[float]) -> NDArray[np.float64]:
-    """Return the logarithms of mixings that are kept in ``FLOOR`` to ``CEILING``."""
+    """Return the logarithms of mixings, which say how much two clusters overlap.
+
+    Mixings below ``FLOOR`` count as this, and those above ``CEILING`` as that. See
+    :func:`~uno.clustering.neighbors.compute_mixing`.
+    """
     return np.log(np.clip(np.asarray(values, dtype=np.float64), FLOOR, CEILING))
 
 

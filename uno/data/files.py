@@ -1030,7 +1030,10 @@ class Storage:
         self.delete(name)
 
     def _make_folder(self, name: str) -> None:
-        """Create the directory that a file is in, unless the storage has none."""
+        """Create the directory that a file is in.
+
+        Nothing is done for object stores, which have no directories.
+        """
         if not self._fs.type_name.startswith(FLAT):
             self._fs.create_dir(os.path.dirname(self._inner(name)), recursive=True)
 

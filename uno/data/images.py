@@ -566,8 +566,9 @@ def spread(
 ) -> list[np.ndarray]:
     """Choose a sample of rows that takes little reading.
 
-    Rows that are read by themselves, or are in memory, are chosen evenly spaced. Of
-    images that are stored together, whole groups are chosen evenly spaced, the same
+    Rows that are read by themselves, or are in memory, are chosen evenly spaced: of
+    each kind ``num``, or all if it has fewer. Of images that are stored together, whole
+    groups are chosen evenly spaced, the same
     ones for all kinds of rows as far as they suffice. If the groups are sorted by
     class, so that a few of them show few classes, single rows of all kinds are chosen
     evenly spaced after all. This is so if the rows of the first kind in these groups
@@ -583,8 +584,9 @@ def spread(
 
     Returns:
         For each kind the positions of the chosen rows in its row numbers, ascending,
-        int64. If a kind has no more than ``num`` rows, they are all. For the first kind
-        they may be a few more than ``num``: one row is added of each class that only
+        int64. If a kind has no more than ``num`` rows, they are all. Of images that are
+        stored together, they may be fewer than ``num``. For the first kind they may be
+        a few more: one row is added of each class that only
         the evenly spaced rows have, if these classes are at most 10 %.
     """
     even = [evenly_spaced(num, len(rows)) for rows in kinds]

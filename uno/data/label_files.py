@@ -171,8 +171,9 @@ def match_images(
 ) -> dict[str, int]:
     """Find the rows of the images that a file names.
 
-    A name in the file means the row whose id it is. If there is none, the name and the
-    ids and paths of rows are compared from their end, by whole folder and file names:
+    A name in the file means the row whose id it is. If there is none, the name, which
+    may be relative to any folder, and the ids and paths of rows are compared from their
+    end, by whole folder and file names:
     it means the row whose id or path ends with the name, or with whose id or path the
     name ends. If this holds for several rows, or for a row that another image of the
     file means already, the image is not found. The file name of a row may also be
@@ -429,6 +430,7 @@ def _answers_of_fiftyone(samples: Sequence[Mapping[str, Any]]) -> Answers:
     Raises:
         ValueError: A sample has several fields of FiftyOne's type ``Classification``,
             and none is ``ground_truth``.
+        KeyError, TypeError or AttributeError: The content has another structure.
     """
     for sample in samples:
         fields = {

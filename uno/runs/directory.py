@@ -45,12 +45,13 @@ def is_run(storage: Storage) -> bool:
         storage: The directory, which need not exist.
 
     Returns:
-        False if the directory is missing or empty, or only has what a run writes before
-        its ``config.yaml``: the lock, ``environment.json``, temporary files of these,
-        and the folder ``former/`` with a replaced run.
+        True if there is a ``config.yaml``, whatever else the directory holds. False if
+        the directory is missing or empty, or only has what a run writes before its
+        ``config.yaml``: the lock, ``environment.json``, temporary files, and the folder
+        ``former/`` with a replaced run.
 
     Raises:
-        ConfigError: The directory holds files that no run has written.
+        ConfigError: There is no ``config.yaml``, and the directory holds anything else.
     """
     begun = {ENVIRONMENT_FILE, FORMER_FOLDER}
     return output.holds_output(storage, CONFIG_FILE, "run", begun)

@@ -133,9 +133,10 @@ class LocalBackend:
             return evaluate_rows(run, sets, train, worker)
 
     def after_training(self, task: Task) -> Backend:
-        """Return the backend that uses the trained run: this one.
+        """Return the backend that predicts rows after training: this one.
 
-        Backends of several processes return another one here.
+        A backend of several processes may return one that works in this process alone,
+        as that of Ray does for few rows.
         """
         return self
 

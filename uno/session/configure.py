@@ -36,6 +36,7 @@ from uno.errors import ConfigError, did_you_mean
 from uno.methods import DEFAULT
 from uno.methods import default_settings as method_settings
 from uno.presets import (
+    FROZEN_PRESETS,
     IMAGE_SIZE,
     SIZES,
     Values,
@@ -156,7 +157,7 @@ def list_layers(
     has_source = source is not None or two_folders is not None
     own_data = two_folders is not None or source not in (None, "digits")
     name = str(given.get("preset", default_preset(given) if own_data else "digits"))
-    if name in ("scratch", "photos", VECTORS) and not has_source:
+    if name in ("scratch", *FROZEN_PRESETS) and not has_source:
         raise ConfigError(
             f"the preset {name!r} needs --data SOURCE, or --labeled DIR and"
             " --unlabeled DIR"
@@ -290,7 +291,7 @@ def leaves_method_open(preset_name: str, given: Mapping[str, Any]) -> bool:
     )
     of_uno = [key for key in given if key.startswith(uno_sections) or key in uno_keys]
     return (
-        preset_name in ("photos", VECTORS)
+        preset_name in FROZEN_PRESETS
         and given.get("model.finetune", "none") == "none"
         and not of_uno
     )

@@ -24,6 +24,7 @@ from uno.data.value_range import choose_value_range
 from uno.encoders import weights
 from uno.encoders.weights import PRETRAINED
 from uno.presets import (
+    FROZEN_PRESETS,
     IMAGE_SIZE,
     SIZES,
     Values,
@@ -173,7 +174,7 @@ def derived_keys(config: Config) -> tuple[str, ...]:
         preset ``scratch`` on the user's own data: all keys of :data:`OF_TRAINING`. For
         ``scratch`` on a benchmark, and for other presets, none.
     """
-    if config.preset in ("photos", VECTORS):
+    if config.preset in FROZEN_PRESETS:
         of_encoder = OF_ENCODER if _starts_from_run(config) else ()
         length = ("model.encoder",) if config.model.takes_vectors else ()
         return (*OF_HEADS, *of_encoder, *length)
@@ -216,11 +217,11 @@ def derive_settings(
     """
     given = {*given, *(SIZES if IMAGE_SIZE in given else ())}
     rules: tuple[Rule, ...] = ()
-    if config.preset in ("photos", VECTORS):
+    if config.preset in FROZEN_PRESETS:
         rules = (
             _derive_vector_length,
             _derive_image_settings,
-            _derive_batch_of_heads,
+            _derive_batch_size,
             _derive_epochs_of_heads,
         )
     elif derived_keys(config):
@@ -411,75 +412,39 @@ def _derive_image_size(
 def _derive_batch_size(
     config: Config, given: Collection[str], task: Task
 ) -> tuple[Values, str]:
-    """Derive the batch size for an encoder that is trained.
+    """Derive a batch size for which there are enough rows, and enough steps.
 
-    An epoch has about :data:`STEPS_OF_EPOCH` steps. But a batch has at least 32 rows,
-    and at least :data:`MIN_ROWS_PER_CLUSTER` unlabeled rows of each class that
-    unlabeled rows can have. It never becomes larger than the batch size of ``config``,
-    or than the rows allow.
+    It is never larger than the batch size of ``config``, or than the rows allow.
+    Unusable vectors are not counted as rows. If an encoder is trained, an epoch has
+    about :data:`STEPS_OF_EPOCH` steps, but a batch has at least 32 rows, and at least
+    :data:`MIN_ROWS_PER_CLUSTER` unlabeled rows of each class that unlabeled rows can
+    have.
 
     Args:
         config: The configuration so far.
-        given: The dotted keys that the user has set.
+        given: Not used here: the caller leaves a batch size out that the user has set.
         task: The rows of the run.
 
     Returns:
         ``train.batch_size`` by its key, and a line for the user. Both are empty if the
-        batch size of ``config`` stays.
+        batch size of ``config`` stays, or if heads on features of a frozen encoder have
+        no epochs. If there are not enough rows for any batch size, the value is the
+        largest one that was wanted.
     """
-    labeled, unlabeled = task.sizes
-    mixed = config.data.setting == "gcd"  # some unlabeled rows are of known classes
-    num_classes = task.num_novel + (task.num_known if mixed else 0)
-    least = math.ceil(
-        MIN_ROWS_PER_CLUSTER * num_classes * (labeled + unlabeled) / max(unlabeled, 1)
-    )
-    wanted = max(32, least, (labeled + unlabeled) // STEPS_OF_EPOCH)
-    return _derive_fitting_batch(config, task, wanted)
-
-
-def _derive_batch_of_heads(
-    config: Config, given: Collection[str], task: Task
-) -> tuple[Values, str]:
-    """Derive the batch size for heads that are trained on features of a frozen encoder.
-
-    The batch size of ``config`` becomes smaller if there are too few rows for it.
-
-    Args:
-        config: The configuration so far.
-        given: The dotted keys that the user has set.
-        task: The rows of the run.
-
-    Returns:
-        ``train.batch_size`` by its key, and a line for the user. Both are empty if the
-        batch size of ``config`` stays, or if discovery has no epochs.
-    """
-    if not config.discover.epochs:
+    most = wanted = config.train.batch_size
+    if config.preset not in FROZEN_PRESETS:
+        labeled, unlabeled = task.sizes
+        mixed = config.data.setting == "gcd"  # unlabeled rows of known classes, too
+        num_classes = task.num_novel + (task.num_known if mixed else 0)
+        share = (labeled + unlabeled) / max(unlabeled, 1)
+        least = math.ceil(MIN_ROWS_PER_CLUSTER * num_classes * share)
+        wanted = min(most, max(32, least, (labeled + unlabeled) // STEPS_OF_EPOCH))
+    elif not config.discover.epochs:
         return {}, ""
-    return _derive_fitting_batch(config, task, config.train.batch_size)
-
-
-def _derive_fitting_batch(
-    config: Config, task: Task, wanted: int
-) -> tuple[Values, str]:
-    """Return the largest batch size up to ``wanted`` for which there are enough rows.
-
-    Unusable vectors are not counted as rows. If there are not enough rows for any batch
-    size, the smaller of ``wanted`` and the batch size of ``config`` is taken.
-
-    Args:
-        config: The configuration. Its batch size is the largest that is returned.
-        task: The rows of the run.
-        wanted: The largest batch size to return.
-
-    Returns:
-        ``train.batch_size`` by its key, and a line for the user. Both are empty if the
-        batch size of ``config`` stays.
-    """
     rows = train_rows(task, task.rows.usable)
     labeled, unlabeled = len(rows["labeled"]), len(rows["unlabeled"])
-    most, workers = config.train.batch_size, config.compute.num_workers
-    sampling = config.data.batch_sampling
-    size = largest_batch(sampling, min(most, wanted), labeled, unlabeled, workers)
+    sampling, workers = config.data.batch_sampling, config.compute.num_workers
+    size = largest_batch(sampling, wanted, labeled, unlabeled, workers)
     if size == most:
         return {}, ""
     return {"train.batch_size": size}, (
