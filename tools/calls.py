@@ -36,7 +36,9 @@ def count_calls(argv: list[str]) -> Counter[tuple[str, str]]:
     def count(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
         is_function = event == "call" and code.co_flags & inspect.CO_OPTIMIZED
-        if is_function and code.co_filename.startswith(PACKAGES):
+        is_ours = code.co_filename.startswith(PACKAGES)
+        # a template of the report is compiled to functions, too
+        if is_function and is_ours and code.co_filename.endswith(".py"):
             calls[code.co_filename, code.co_qualname] += 1
 
     threading.setprofile(count)
