@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -37,14 +37,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.autograd.profiler_util import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.measure import environment, limits, wait
+from benchmarks.step import by_size, encoder_pass, train_set
 from benchmarks.step import parts as parts_of_step
-from benchmarks.step import train_set
 from uno.captured import EAGER_STEPS, CapturedStep, record_cuda_graph
 from uno.config import Config, override
 from uno.data.files import Storage
@@ -57,6 +56,7 @@ from uno.model import UnoModel, build_network
 from uno.objective import unified_objective
 from uno.presets import preset
 from uno.runs.hardware import prepare_compiler
+from uno.runs.journal import read_journal
 from uno.steps import Batch, new_state, take_step
 from uno.threads import available_cpus
 
@@ -307,7 +307,9 @@ def measure_step(
     for _ in range(EAGER_STEPS + 1):  # compiled and recorded
         training.step()
     step_s, host_s = seconds_a_call(training.step, device, least)
-    encoder = encoder_alone(training.model, batch, case.precision == "bf16")
+    encoder = encoder_pass(
+        training.model.encoder, by_size(batch), case.precision == "bf16"
+    )
     if case.cuda_graph:
         encoder()
         encoder = record_cuda_graph(encoder)
@@ -338,31 +340,6 @@ def measure_step(
             name: round(busy_ms_a_call(piece), 3) for name, piece in pieces.items()
         }
     return row | traced(training.step, device, options.out / f"trace-{case.name}.json")
-
-
-def encoder_alone(model: UnoModel, batch: Batch, bf16: bool) -> Callable[[], None]:
-    """Forward and backward pass of the model's encoder on random tensors of the views'
-    sizes.
-    """
-    device = batch.views[0].device
-    inputs = [torch.randn_like(images) for images in by_size(batch)]
-
-    def run() -> None:
-        model.encoder.zero_grad(set_to_none=True)
-        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-            outputs = torch.cat([model.encoder(images) for images in inputs])
-        outputs.float().square().mean().backward()
-
-    return run
-
-
-def by_size(batch: Batch) -> list[Tensor]:
-    """The views of a batch, those of one size in one tensor."""
-    sizes = sorted({view.shape[-1] for view in batch.views})
-    return [
-        torch.cat([view for view in batch.views if view.shape[-1] == size])
-        for size in sizes
-    ]
 
 
 def encoder_flops(model: UnoModel, batch: Batch) -> float:
@@ -677,7 +654,7 @@ def whole_run(
 def run_facts(output: Path) -> dict[str, Any]:
     """Of a run, finished or cut: accuracy, and images/s of each phase's epochs."""
     found: dict[str, Any] = {}
-    lines = list(json_lines(output / "metrics.jsonl"))
+    lines = read_journal(Storage(str(output)))
     for phase in ("pretrain", "discover"):
         epochs = [x for x in lines if x["phase"] == phase and x["event"] == "epoch"]
         if epochs:
@@ -696,14 +673,6 @@ def run_facts(output: Path) -> dict[str, Any]:
             if isinstance(value, float) and "acc" in key
         }
     return found
-
-
-def json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a JSON-lines file, none where there is no file."""
-    if path.exists():
-        for line in path.read_text().splitlines():
-            with contextlib.suppress(json.JSONDecodeError):
-                yield json.loads(line)
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:

@@ -45,6 +45,7 @@ from uno.data.sampling import make_pretrain_plan
 from uno.data.stream import Chunk, CropJob, StreamedImages, StreamSet, crop_local
 from uno.data.unreadable import BadRows
 from uno.presets import preset
+from uno.runs.journal import read_journal
 from uno.session.resources import STORE_BYTES
 
 ROOT = Path(__file__).parents[1]
@@ -269,7 +270,23 @@ def resident(options: argparse.Namespace) -> dict[str, Any]:
         f"--workers {n}": ["--workers", str(n), "--data.loading", "memory"]
         for n in (0, 1)
     }
-    epochs = seconds_of_epochs(options, cases)
+    words = ["-m", "pipelines", "pretrain", "--data", f"parquet:{SHARED}/cifar10-jpeg"]
+    words += ["--preset", "cifar10", "--known-classes", "first:5"]
+    words += ["--limit", str(options.rows), "--batch-size", str(TRAIN_BATCH)]
+    words += ["--model.encoder", "resnet_small", "--compute.threads", "1"]
+    words += ["--pretrain.epochs", "11", "--pretrain.warmup-epochs", "0"]
+    words += ["--train.log-every", "100000"]
+    # of an epoch: half the classes are known
+    images = options.rows // 2 // TRAIN_BATCH * TRAIN_BATCH
+    epochs: dict[str, list[float]] = {name: [] for name in cases}
+    for _ in range(options.repeats):
+        for name, more in cases.items():
+            with tempfile.TemporaryDirectory() as folder:
+                command = [sys.executable, *words, *more, "--output", folder]
+                subprocess.run(command, check=True, stdout=sys.stderr, cwd=ROOT)
+                lines = read_journal(Storage(folder))
+            rates = [x["images_per_s"] for x in lines if x["event"] == "epoch"]
+            epochs[name] += [images / rate for rate in rates[1:]]
     middle = {name: statistics.median(values) for name, values in epochs.items()}
     return {
         "question": "seconds of a resident epoch, one Ray worker and no Ray",
@@ -283,56 +300,6 @@ def resident(options: argparse.Namespace) -> dict[str, Any]:
             for name, values in epochs.items()
         },
     }
-
-
-def seconds_of_epochs(
-    options: argparse.Namespace, cases: dict[str, list[str]]
-) -> dict[str, list[float]]:
-    """Measure epochs of pretraining on half the classes of CIFAR10-JPEG in turns."""
-    # of an epoch: half the classes are known
-    images = options.rows // 2 // TRAIN_BATCH * TRAIN_BATCH
-    found: dict[str, list[float]] = {name: [] for name in cases}
-    with tempfile.TemporaryDirectory() as folder:
-        for turn in range(options.repeats):
-            for place, (name, arguments) in enumerate(cases.items()):
-                output = Path(folder) / f"{place}-{turn}"
-                words = [
-                    "-m",
-                    "pipelines",
-                    "pretrain",
-                    "--data",
-                    f"parquet:{SHARED}/cifar10-jpeg",
-                    "--preset",
-                    "cifar10",
-                    "--known-classes",
-                    "first:5",
-                    "--limit",
-                    str(options.rows),
-                    "--batch-size",
-                    str(TRAIN_BATCH),
-                    "--model.encoder",
-                    "resnet_small",
-                    "--pretrain.epochs",
-                    "11",
-                    "--pretrain.warmup-epochs",
-                    "0",
-                    "--compute.threads",
-                    "1",
-                    "--train.log-every",
-                    "100000",
-                    "--output",
-                    str(output),
-                    *arguments,
-                ]
-                command = [sys.executable, *words]
-                subprocess.run(command, check=True, stdout=sys.stderr, cwd=ROOT)
-                lines = [
-                    json.loads(x)
-                    for x in (output / "metrics.jsonl").read_text().splitlines()
-                ]
-                rates = [x["images_per_s"] for x in lines if x["event"] == "epoch"]
-                found[name] += [images / rate for rate in rates[1:]]
-    return found
 
 
 def main() -> int:

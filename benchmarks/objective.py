@@ -233,43 +233,31 @@ def make_methods(
         our_losses(known, families), looped_losses(known, families), rtol=1e-4, atol=0
     )
 
-    def with_gradient(
+    def leaves() -> tuple[Tensor, list[Tensor]]:
+        return known.clone().requires_grad_(), [
+            family.clone().requires_grad_() for family in families
+        ]
+
+    def our_heads() -> tuple[Tensor, list[Tensor]]:
+        model.zero_grad(set_to_none=True)
+        model.normalize_prototypes_()
+        return outputs(model.heads(features.clone().requires_grad_(), num_views))
+
+    def looped_heads() -> tuple[Tensor, list[Tensor]]:
+        looped.zero_grad(set_to_none=True)
+        last = [head[-1] for family in looped.families for head in family]
+        with torch.no_grad():
+            for module in [looped.known, *last]:
+                module.weight.copy_(F.normalize(module.weight, dim=1))
+        return looped(
+            [view.clone().requires_grad_() for view in features.chunk(num_views)]
+        )
+
+    def backward(
+        forward: Callable[[], tuple[Tensor, list[Tensor]]],
         losses: Callable[[Tensor, list[Tensor]], Tensor],
     ) -> Callable[[], None]:
-        def method() -> None:
-            losses(
-                known.clone().requires_grad_(),
-                [f.clone().requires_grad_() for f in families],
-            ).mean().backward()
-
-        return method
-
-    def our_heads(then: Callable[[Tensor, list[Tensor]], Tensor]) -> Callable[[], None]:
-        def method() -> None:
-            model.zero_grad(set_to_none=True)
-            model.normalize_prototypes_()
-            logits = model.heads(features.clone().requires_grad_(), num_views)
-            then(*outputs(logits)).mean().backward()
-
-        return method
-
-    def looped_heads(
-        then: Callable[[Tensor, list[Tensor]], Tensor],
-    ) -> Callable[[], None]:
-        def method() -> None:
-            looped.zero_grad(set_to_none=True)
-            with torch.no_grad():
-                for module in [
-                    looped.known,
-                    *(head[-1] for family in looped.families for head in family),
-                ]:
-                    module.weight.copy_(F.normalize(module.weight, dim=1))
-            views = [
-                view.clone().requires_grad_() for view in features.chunk(num_views)
-            ]
-            then(*looped(views)).mean().backward()
-
-        return method
+        return lambda: losses(*forward()).mean().backward()
 
     def total(known: Tensor, families: list[Tensor]) -> Tensor:
         return known.sum() + sum(family.sum() for family in families)
@@ -282,12 +270,12 @@ def make_methods(
             looped_targets(own, labeled, objective.epsilon, objective.sinkhorn_iters)
             for own in families
         ],
-        "ours sinkhorn_and_loss": with_gradient(our_losses),
-        "looped sinkhorn_and_loss": with_gradient(looped_losses),
-        "ours heads": our_heads(total),
-        "looped heads": looped_heads(total),
-        "ours all": our_heads(our_losses),
-        "looped all": looped_heads(looped_losses),
+        "ours sinkhorn_and_loss": backward(leaves, our_losses),
+        "looped sinkhorn_and_loss": backward(leaves, looped_losses),
+        "ours heads": backward(our_heads, total),
+        "looped heads": backward(looped_heads, total),
+        "ours all": backward(our_heads, our_losses),
+        "looped all": backward(looped_heads, looped_losses),
     }
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.measure import (
@@ -143,13 +143,6 @@ def encoder_alone(
     """Forward and backward of the encoder on random tensors as large as the views, per
     memory layout, and compiled as well.
     """
-    sizes = {view.shape[-1] for view in batch.views}
-    inputs = [
-        torch.cat(
-            [torch.randn_like(view) for view in batch.views if view.shape[-1] == size]
-        )
-        for size in sizes
-    ]
 
     def method(
         layout: torch.memory_format, compiled: bool = False
@@ -159,15 +152,8 @@ def encoder_alone(
         )
         if compiled:
             encoder.compile()
-        own = [tensor.contiguous(memory_format=layout) for tensor in inputs]
-
-        def run() -> None:
-            encoder.zero_grad(set_to_none=True)
-            with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-                outputs = torch.cat([encoder(tensor) for tensor in own])
-            outputs.float().square().mean().backward()
-
-        return run
+        inputs = [views.contiguous(memory_format=layout) for views in by_size(batch)]
+        return encoder_pass(encoder, inputs, bf16)
 
     layouts = {
         "contiguous": torch.contiguous_format,
@@ -179,6 +165,30 @@ def encoder_alone(
         if compiled
         else found
     )
+
+
+def by_size(batch: Batch) -> list[Tensor]:
+    """The views of a batch, those of one size in one tensor."""
+    sizes = sorted({view.shape[-1] for view in batch.views})
+    return [
+        torch.cat([view for view in batch.views if view.shape[-1] == size])
+        for size in sizes
+    ]
+
+
+def encoder_pass(
+    encoder: nn.Module, views: list[Tensor], bf16: bool
+) -> Callable[[], None]:
+    """Forward and backward pass of an encoder on random tensors as large as views."""
+    inputs = [torch.randn_like(images) for images in views]
+
+    def run() -> None:
+        encoder.zero_grad(set_to_none=True)
+        with torch.autocast(inputs[0].device.type, torch.bfloat16, enabled=bf16):
+            outputs = torch.cat([encoder(images) for images in inputs])
+        outputs.float().square().mean().backward()
+
+    return run
 
 
 def parts(

@@ -328,7 +328,9 @@ def test_known_classes_may_have_the_names_of_discovered_ones(tmp_path, capsys):
 
 
 def test_an_edit_predicts_no_other_images_than_the_runs(tmp_path, capsys):
-    """Overwritten with others of their size. Kills: a table of two data sets."""
+    """Another image was added, or an image overwritten by one of the same size. Kills:
+    a table of two data sets.
+    """
     source, run = tmp_path / "in", tmp_path / "run"
     paths = [source / f"{'abcd'[i // 20]}" / f"{i}.bmp" for i in range(80)]
     for seed, path in enumerate(paths):
@@ -339,15 +341,17 @@ def test_an_edit_predicts_no_other_images_than_the_runs(tmp_path, capsys):
         f"folder:{source}",
         "--known-classes",
         "a,b",
-        "--limit",
-        "80",
         "--batch-size",
         "20",
     ]
     uno("discover", *SMALL, *data, "--discover.epochs", "1", "--output", run)
     uno("classes", run)
-    paths[5].write_bytes(encoded(pixels(999), "BMP"))
     before = pq.read_table(run / "predictions")
     write_actions(run, {2: "drop"})
+    more = source / "d" / "80.bmp"
+    more.write_bytes(encoded(pixels(80), "BMP"))
+    assert "fingerprint" in refused(capsys, 2, "classes", run, "--apply")
+    more.unlink()
+    paths[5].write_bytes(encoded(pixels(999), "BMP"))
     assert "a/5.bmp" in refused(capsys, 2, "classes", run, "--apply")
     assert pq.read_table(run / "predictions") == before

@@ -292,7 +292,8 @@ def read_named_columns(
 
     Returns:
         The columns that were found, by standard name, and in any case "split". Ids and
-        splits are cast to text; other columns keep their types.
+        splits are cast to text; other columns have the types that
+        :meth:`ParquetShard.read` gives them.
 
     Raises:
         ConfigError: The file is damaged, or ids or splits cannot be text.

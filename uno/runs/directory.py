@@ -98,14 +98,36 @@ def begin_run(config: Config, storage: Storage, fingerprint: str) -> None:
             storage.uri, "a run", keys, "use those, --overwrite, or another --output"
         )
     if stored.get("data_fingerprint") != fingerprint:
-        raise ConfigError(
-            f"{storage.uri} was trained on other data (fingerprint differs); use"
-            " --overwrite"
-        )
+        raise _fingerprint_error(storage)
     if changed := changed_code(config.model.encoder, stored.get("encoder_code"), code):
         log.warning(
             "%s: its numbers may differ from here on; --overwrite starts over", changed
         )
+
+
+def check_rows(storage: Storage, rows: Rows) -> None:
+    """Check that rows are those with which a run began.
+
+    Args:
+        storage: The directory of the run.
+        rows: The rows that its source has now.
+
+    Raises:
+        ConfigError: Their fingerprint differs from the one in ``environment.json``, if
+            it has one; or an image has another modification time.
+    """
+    stored = output.read_mapping(storage, ENVIRONMENT_FILE) or {}
+    if stored.get("data_fingerprint", rows.fingerprint) != rows.fingerprint:
+        raise _fingerprint_error(storage)
+    check_images(storage, rows)
+
+
+def _fingerprint_error(storage: Storage) -> ConfigError:
+    """Return the error for a directory whose data has another fingerprint now."""
+    return ConfigError(
+        f"{storage.uri} was trained on other data (fingerprint differs); use"
+        " --overwrite"
+    )
 
 
 def check_images(storage: Storage, rows: Rows) -> None:

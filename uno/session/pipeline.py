@@ -243,7 +243,7 @@ def apply_classes(run: Run, model: Classifier, edited: list[OutputClass]) -> Non
     run.evaluate = bool(has_trained) and not stored.is_measured
     report = storage.exists(REPORT_FILE)
     if predict or run.evaluate:
-        directory.check_images(storage, run.task.rows)
+        directory.check_rows(storage, run.task.rows)
     elif report:
         run.opened, run.data_problem = open_task(run.config, storage)
         if run.data_problem:
