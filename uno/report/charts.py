@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -198,8 +197,7 @@ def ticks(low: float, high: float) -> list[float]:
     return [float(f"{i * step:.10g}") for i in range(first, last + 1)]
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """A cell of a confusion matrix.
 
     Attributes:
@@ -362,8 +360,7 @@ def place_points(
     )
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """The points of one class in a map.
 
     Attributes:

@@ -14,8 +14,6 @@ from torch import Tensor
 from uno.data.splits import Task
 from uno.report.sample import Sample
 
-NUM_NEAREST = 3  # most similar classes that are kept for each class
-
 
 @dataclass(frozen=True, eq=False)
 class Cluster:
@@ -31,8 +29,9 @@ class Cluster:
             1.
         majority: The most frequent true class of the rows and its share; None if no row
             has a true class.
-        like_known: The most similar known classes, as pairs of output and cosine.
-        like_novel: The most similar other discovered classes, as such pairs.
+        like_known: The output of the most similar known class, and the cosine; None if
+            no known class has sampled rows.
+        like_novel: The same of the most similar other discovered class.
     """
 
     output: int
@@ -41,8 +40,8 @@ class Cluster:
     confidence: float
     agreement: float
     majority: tuple[str, float] | None
-    like_known: list[tuple[int, float]]
-    like_novel: list[tuple[int, float]]
+    like_known: tuple[int, float] | None
+    like_novel: tuple[int, float] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,8 +190,8 @@ def class_similarity(features: Tensor, classes: Tensor, num_classes: int) -> Ten
 
 def nearest(
     similarity: NDArray[np.float32], first_output: int = 0
-) -> list[tuple[int, float]]:
-    """Return the classes that are most similar to a class.
+) -> tuple[int, float] | None:
+    """Return the class that is most similar to a class.
 
     Args:
         similarity: The similarity of each of some consecutive classes; minus infinity
@@ -200,12 +199,10 @@ def nearest(
         first_output: The index of the first of these classes among the model's outputs.
 
     Returns:
-        At most ``NUM_NEAREST`` (3) pairs of the index among the model's outputs and the
-        similarity, the most similar first.
+        Its index among the model's outputs, and its similarity; None if there is no
+        class, or all are left out.
     """
-    order = np.argsort(-similarity, kind="stable")[:NUM_NEAREST]
-    return [
-        (first_output + int(i), float(similarity[i]))
-        for i in order
-        if np.isfinite(similarity[i])
-    ]
+    if not np.isfinite(similarity).any():
+        return None
+    best = int(similarity.argmax())
+    return first_output + best, float(similarity[best])

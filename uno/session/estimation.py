@@ -108,7 +108,7 @@ def format_estimate(estimate: Estimate) -> str:
         improbable numbers are left out, otherwise its F1 score. Then come the estimate
         with its interval, the option that can follow, and warnings if there are any.
     """
-    lines = _curve_lines(estimate) if estimate.splits else _probability_lines(estimate)
+    lines = _table_lines(estimate)
     lines.append(
         f"\nestimated new classes: {estimate.num_novel} (interval {estimate.low} to"
         f" {estimate.high})"
@@ -150,28 +150,25 @@ def _format_mark(estimate: Estimate, k: int) -> str:
     return "  in the interval" if estimate.low <= k <= estimate.high else ""
 
 
-def _probability_lines(estimate: Estimate) -> list[str]:
-    """Format a table with the probability of each number k of novel classes.
+def _table_lines(estimate: Estimate) -> list[str]:
+    """Format a table with a row for each number k of novel classes.
 
-    Numbers of less than one percent are left out, unless they lie in the interval.
-
-    Returns:
-        Lines of text: an empty one, the heads of the columns, and the rows.
-    """
-    lines = ["", f"{'k':>4}  probability"]
-    for k, share in zip(estimate.ks, estimate.curves["probability"], strict=True):
-        if share >= MIN_SHOWN or estimate.low <= k <= estimate.high:
-            lines.append(f"{k:>4}  {100 * share:>10.0f}%{_format_mark(estimate, k)}")
-    return lines
-
-
-def _curve_lines(estimate: Estimate) -> list[str]:
-    """Format a table with the F1 score of each number k of novel classes.
+    For a frozen encoder a row has the probability of k. Numbers of less than one
+    percent are left out then, unless they lie in the interval. Otherwise a row has the
+    F1 score of k.
 
     Returns:
         Lines of text: an empty one, the heads of the columns, and the rows.
     """
-    lines = ["", f"{'k':>4}  {'F1':>5}"]
-    for k, f1 in zip(estimate.ks, estimate.curves["f1"], strict=True):
-        lines.append(f"{k:>4}  {f1:>5.3f}{_format_mark(estimate, k)}")
+    if estimate.splits:
+        lines, values, layout = ["", f"{'k':>4}  {'F1':>5}"], "f1", "{:>5.3f}"
+    else:
+        lines, values, layout = (
+            ["", f"{'k':>4}  probability"],
+            "probability",
+            "{:>11.0%}",
+        )
+    for k, value in zip(estimate.ks, estimate.curves[values], strict=True):
+        if estimate.splits or value >= MIN_SHOWN or estimate.low <= k <= estimate.high:
+            lines.append(f"{k:>4}  {layout.format(value)}{_format_mark(estimate, k)}")
     return lines

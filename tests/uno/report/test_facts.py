@@ -100,13 +100,10 @@ def test_likeness_finds_the_nearest():
     likeness = class_similarity(
         shared + torch.stack(rows), torch.tensor([0, 1, 2, 3, 4, 6]), 7
     ).numpy()
-    known = nearest(likeness[3, :3])
-    assert (
-        len(known) == 3 and known[0][0] == 0 and known[0][1] > 0.9 > 0.1 > known[1][1]
-    )
-    # neither itself nor the empty one
-    assert [output for output, _ in nearest(likeness[3, 3:], 3)] == [4, 6]
-    assert nearest(likeness[5, :3]) == []
+    output, cosine = nearest(likeness[3, :3])
+    assert output == 0 and cosine > 0.9 > 0.1 > likeness[3, 1]
+    assert nearest(likeness[3, 3:], 3)[0] == 4  # neither itself nor the empty one
+    assert nearest(likeness[5, :3]) is None
 
 
 def test_agreement_is_that_of_the_predictions(tmp_path):
