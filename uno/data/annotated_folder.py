@@ -198,7 +198,8 @@ def _columns_of_metadata(
             paths, "image", is then called ``file_name``.
 
     Returns:
-        Standard name -> the values of all rows: 'path', and each of 'id', 'label',
+        Standard name -> the values of all rows: 'path' for the column of image paths,
+        and each of 'id', 'label',
         'eval_label' and 'split' if the table has such a column.
 
     Raises:

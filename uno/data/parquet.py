@@ -125,7 +125,10 @@ class ParquetImages(Images):
         self._forget_groups()
 
     def _forget_groups(self) -> None:
-        """Set up a new lock and an empty cache of row groups."""
+        """Set up a new lock and an empty cache of row groups.
+
+        This is done when the object is made, and when it is unpickled.
+        """
         self._lock = threading.Lock()
         self._recent = OrderedDict[int, Future[Any]]()
 

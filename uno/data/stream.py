@@ -186,7 +186,7 @@ class StreamSet:
         return len(self.unlabeled)
 
     def to(self, device: torch.device | str) -> StreamSet:
-        """Return the same set with another device for its batches.
+        """Return a copy of this set with another device for its batches.
 
         The images themselves stay where they are.
 

@@ -428,8 +428,8 @@ def _derive_batch_size(
     Returns:
         ``train.batch_size`` by its key, and a line for the user. Both are empty if the
         batch size of ``config`` stays, or if heads on features of a frozen encoder have
-        no epochs. If there are not enough rows for any batch size, the value is the
-        largest one that was wanted.
+        no epochs. If there are not enough rows even for the smallest batch, the value
+        is the largest one that was wanted, and training refuses it later.
     """
     most = wanted = config.train.batch_size
     if config.preset not in FROZEN_PRESETS:

@@ -217,8 +217,8 @@ def store_bytes(config: Config, num_rows: int) -> int | None:
     """Return the size in bytes that Ray's object store gets on this machine.
 
     Images in memory are in the store twice: as they are read, and as they are kept.
-    Streamed images need a fixed size for each worker. Both sizes are limited to a share
-    of the free main memory, 60 and 30 %.
+    This is at most 60 % of the free main memory. Streamed images need a fixed size for
+    each worker, at most 30 % of the free main memory.
 
     Args:
         config: The configuration of the run.
