@@ -117,12 +117,14 @@ def discover_clusters(
             are clusters.
         num_novel: Number of novel classes C_u. The result has exactly as many.
         gcd: Whether unlabeled rows can belong to known classes.
-        seed: Seed of k-means and of random halves.
+        seed: Seed of k-means, and of the random halves that two of the other
+            clusterings see.
 
     Returns:
-        The map to the whitened coordinates, the prototypes of all classes in them, how
-        far other clusterings agree, and the pairs of novel classes that have many
-        neighbors in each other.
+        The map to the whitened coordinates; the prototypes of all classes in them; the
+        share of unlabeled rows on which each of eight other clusterings agrees with
+        this one, see :func:`measure_agreement`; and the pairs of novel classes that
+        have many neighbors in each other.
     """
     features = torch.cat([labeled, unlabeled])
     principal = fit_principal_space(features)

@@ -10,6 +10,7 @@ import warnings
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -339,7 +340,7 @@ def new_array(shape: tuple[int, ...]) -> np.ndarray:
 
     An array of :data:`MAPPED_BYTES` (256 MiB) or more is mapped to a new file in the
     user's cache directory, which is created if it is missing, or in the directory for
-    temporary files if the cache cannot be used. The file has no name, and disappears at
+    temporary files if the cache directory cannot be written. The file has no name, and disappears at
     the latest with the process.
 
     Args:
@@ -356,9 +357,9 @@ def new_array(shape: tuple[int, ...]) -> np.ndarray:
     if size < MAPPED_BYTES:
         return np.zeros(shape, np.float32)
     folder = filesystem.user_cache()
-    try:
+    with suppress(OSError):
         os.makedirs(folder, exist_ok=True)
-    except OSError:  # the cache directory is a URI, or it is not writable
+    if not os.access(folder, os.W_OK):  # it is a URI, for example
         folder = tempfile.gettempdir()
     try:
         with tempfile.TemporaryFile(dir=folder) as file:

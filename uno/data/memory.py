@@ -360,7 +360,8 @@ class EvalSet(EvalRows):
             num: The largest number of rows.
 
         Returns:
-            A list of one array: the positions of the chosen rows among the N rows of
+            A list of one array, because an evaluation set has one kind of rows, where a
+            training set has two: the positions of the chosen rows among the N rows of
             the set, int64, ascending. They are all rows if N is no more than ``num``.
         """
         return [evenly_spaced(num, len(self.truth))]

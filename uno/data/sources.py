@@ -429,7 +429,8 @@ def read_images(root: str, follow_links: bool = False) -> Rows:
     """Read every image below a folder as an unlabeled row, whatever its subfolders are.
 
     All rows are training rows. Their ids are the paths relative to the folder. Notes
-    and warnings of the result count the other files.
+    and warnings of the result count the other files, except hidden ones and special
+    files such as devices.
 
     Args:
         root: Path or URI of the folder.

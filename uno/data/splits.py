@@ -157,8 +157,8 @@ def make_task(rows: Rows, config: DataConfig) -> Task:
         :func:`order_classes`.
 
     Raises:
-        ConfigError: No row, or no training row, has a label; nothing is left to
-            discover, because all rows are labeled with known classes; the number of
+        ConfigError: No row has a label; no training row has one, and no known classes
+            are declared; nothing is left to discover, because all rows are labeled with known classes; the number of
             novel classes is not known, or is "auto"; there are more than
             ``MAX_CLASSES`` classes; ``unlabeled_known_fraction`` is set and no known
             classes are declared; or ``known_classes`` or ``limit`` does not fit the

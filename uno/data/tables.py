@@ -404,8 +404,8 @@ def rows_of_table(
     :func:`read_table` describes the columns.
 
     Args:
-        source: Name of the source, for errors.
-        path: Path of the table, for errors.
+        source: Name of the source, which the rows keep, and which errors name.
+        path: Path of the table, for errors and for the note that it has no labels.
         root: Folder or URI of the table. Image paths are relative to it, unless
             ``options.image_folder`` names another folder.
         table: The content of the table.

@@ -86,8 +86,8 @@ def name_bad(entry: Mapping[str, Any]) -> str:
         entry: The entry of the image in :data:`BAD_SAMPLES`.
 
     Returns:
-        The id of its row, and its path if it is known, see
-        :func:`~uno.data.images.name_row`.
+        The id of its row, followed by its path in parentheses. The path is left out if
+        it is not known or ends with the id, see :func:`~uno.data.images.name_row`.
     """
     path = entry.get("uri")
     return name_row(str(entry.get("id", "")), path if isinstance(path, str) else None)

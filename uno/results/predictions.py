@@ -101,8 +101,8 @@ class Summary(NamedTuple):
 def partition_rows(num_rows: int) -> int:
     """Return the number of rows that one Parquet file of predictions holds.
 
-    It is the largest power of two that makes at least :data:`NUM_PARTITIONS` (256)
-    files, but at least :data:`MIN_PART_ROWS` (512) and at most :data:`MAX_PART_ROWS`
+    It is the largest power of two with which :data:`NUM_PARTITIONS` (256) files are
+    full, but at least :data:`MIN_PART_ROWS` (512) and at most :data:`MAX_PART_ROWS`
     (16,384). So few rows make fewer files, and the last file may hold fewer rows.
 
     Args:

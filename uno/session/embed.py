@@ -155,7 +155,8 @@ def _compute_features(
     Returns:
         D features of the N rows, float32 (N, 1 + V, D): first the evaluation view (the
         image without augmentation), then V random views, with V
-        ``augment.num_cached_views``. They are zeros for rows that cannot be read, and
+        ``augment.num_cached_views``, or the further views that a source of vectors has.
+        They are zeros for rows that cannot be read, and
         for the random views of test rows. For each row the reason why it cannot be
         read, or None.
 

@@ -222,7 +222,7 @@ def apply_classes(run: Run, model: Classifier, edited: list[OutputClass]) -> Non
         run: The run, inside ``run.locked()``, so that no other command writes into its
             directory. ``run.storage`` may also be a copy of its folder ``model/``
             alone; only the model, its card and exported models change then.
-            ``run.evaluate`` is set here.
+            ``run.evaluate`` is overwritten: whether the metrics must be computed again.
         model: Its model, with the classes before the edit.
         edited: All classes after the edit, as many as before and in the same order. A
             discovered class is merged if its ``into`` is the index of another class,
