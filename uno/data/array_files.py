@@ -340,8 +340,8 @@ def new_array(shape: tuple[int, ...]) -> np.ndarray:
 
     An array of :data:`MAPPED_BYTES` (256 MiB) or more is mapped to a new file in the
     user's cache directory, which is created if it is missing, or in the directory for
-    temporary files if the cache directory cannot be written. The file has no name, and disappears at
-    the latest with the process.
+    temporary files if the cache directory cannot be written. The file has no name, and
+    disappears at the latest with the process.
 
     Args:
         shape: The shape of the array.
