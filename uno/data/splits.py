@@ -161,8 +161,8 @@ def make_task(rows: Rows, config: DataConfig) -> Task:
             are declared; nothing is left to discover, because all rows are labeled with
             known classes; the number of novel classes is not known, or is "auto"; there
             are more than ``MAX_CLASSES`` classes; ``unlabeled_known_fraction`` is set
-            and no known classes are declared; or ``known_classes`` or ``limit`` does not fit the
-            data.
+            and no known classes are declared; or ``known_classes`` or ``limit`` does
+            not fit the data.
     """
     if config.num_novel == "auto":
         raise ConfigError(
