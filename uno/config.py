@@ -1137,8 +1137,8 @@ def require_code(tree: Mapping[str, Any], foreign: str | None) -> None:
 def may_change_on_resume(key: str) -> bool:
     """Return whether the value of a setting may change when a run resumes.
 
-    Such a setting decides how a run is logged or where it executes, and does not change
-    what is learned.
+    Such a setting decides how a run is logged, checkpointed or evaluated, or where and
+    in which precision it is computed. It is no part of what is to be learned.
 
     Args:
         key: The dotted key of the setting, such as ``train.log_every``.

@@ -541,7 +541,7 @@ class CropJob:
         """Return the row numbers of this worker's part of a batch, labeled ones first.
 
         Args:
-            step: Global step, from 0.
+            step: Number of the step in the phase, from 0.
 
         Returns:
             Numbers among all rows of the run, int64 (B / W,) for W workers.

@@ -415,10 +415,11 @@ def _derive_batch_size(
     """Derive a batch size for which there are enough rows, and enough steps.
 
     It is never larger than the batch size of ``config``, or than the rows allow.
-    Unusable vectors are not counted as rows. If an encoder is trained, an epoch has
-    about :data:`STEPS_OF_EPOCH` steps, but a batch has at least 32 rows, and at least
-    :data:`MIN_ROWS_PER_CLUSTER` unlabeled rows of each class that unlabeled rows can
-    have.
+    Unusable vectors are not counted as rows. For presets other than "photos" and
+    "vectors", a small data set gets smaller batches, so that an epoch has at least
+    about :data:`STEPS_OF_EPOCH` steps. They are not made smaller than 32 rows, or than
+    what gives each class that unlabeled rows can have :data:`MIN_ROWS_PER_CLUSTER`
+    unlabeled rows on average, if labeled and unlabeled rows are mixed as in the data.
 
     Args:
         config: The configuration so far.
@@ -456,7 +457,7 @@ def _derive_batch_size(
 def _derive_epochs(
     config: Config, given: Collection[str], task: Task
 ) -> tuple[Values, str]:
-    """Derive the number of epochs of both phases, for an encoder that is trained.
+    """Derive the number of epochs of both phases, for the preset "scratch".
 
     A phase gets the number of :data:`EPOCHS`, or fewer so that it has about
     :data:`MOST_STEPS` steps, but at least :data:`LEAST_EPOCHS`. A tenth of the epochs
