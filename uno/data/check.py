@@ -67,10 +67,12 @@ def check(
 ) -> list[Problem]:
     """Return everything suspicious about a task: errors, then warnings, then notes.
 
-    The numbers of rows are checked without unreadable rows, because a run leaves them
-    out before it trains. Unreadable rows are known here if ``seconds`` is not 0, or if
-    the rows are vectors; unreadable images of a mere sample still count as rows.
-    Warnings of the source itself (``task.rows.warnings``) are included.
+    The numbers of rows are checked without the rows that are known to be unreadable,
+    because a run leaves them out before it trains. Only the batches of streamed images
+    are checked with all rows, because an unreadable image is replaced within its batch.
+    Rows are known to be unreadable if all images may be decoded (``read_images`` and
+    ``seconds``), or if they are vectors; unreadable images of a mere sample still count
+    as rows. Warnings of the source itself (``task.rows.warnings``) are included.
 
     Args:
         task: The rows and their classes.
@@ -80,8 +82,8 @@ def check(
             stored. With 0 only a sample of images is decoded, and 256 MiB of local
             images are searched for duplicates.
         batch_is_derived: Whether the batch size was derived from the data. If rows are
-            unreadable, the largest batch that the others fill is then checked, as the
-            run derives it again.
+            unreadable and images are not streamed, the largest batch that the others
+            fill is then checked, as the run derives it again.
         read_images: Whether images are read at all. A run that resumes with unchanged
             data has checked them before. False also skips the checks of sizes, pages,
             brightness and duplicates.
