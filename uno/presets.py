@@ -303,6 +303,7 @@ def merge_layers(layers: Mapping[str, Values]) -> Values:
 
     Args:
         layers: Values by dotted key, by the name of the layer, such as "preset digits".
+            The names are not used.
 
     Returns:
         Values by dotted key.

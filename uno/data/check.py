@@ -636,7 +636,7 @@ def _sample_by_key(keys: np.ndarray, sizes: np.ndarray, limit: int) -> np.ndarra
 
 
 def _hash_image(image: Image) -> bytes:
-    """Hash the stored bytes or the pixels of an image.
+    """Hash an encoded image by its stored bytes, and an array by its shape and pixels.
 
     Returns:
         16 bytes that are equal for images with equal content.
