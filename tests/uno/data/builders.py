@@ -40,6 +40,20 @@ def failure(
     return None
 
 
+def assert_refused(
+    facts: Iterable[str], function: Callable[..., Any], *args: Any, **options: Any
+) -> None:
+    """``function`` refuses its arguments with one line, which has all the facts."""
+    line = failure(function, *args, **options)
+    for fact in facts:
+        assert fact in str(line)
+
+
+def columns_of(rows: Any, *names: str) -> dict[str, list[Any]]:
+    """Columns of rows by their names, as lists to compare."""
+    return {name: getattr(rows, name).to_pylist() for name in names}
+
+
 def pixels(seed: int, height: int = 8, width: int = 8) -> np.ndarray:
     return np.random.default_rng(seed).integers(
         0, 256, (height, width, 3), dtype=np.uint8
