@@ -17,7 +17,9 @@ import pytest
 from PIL import Image
 from torchvision import datasets
 
+from uno.config import DataConfig
 from uno.data.decode import decode_many, ok_mask
+from uno.data.rows import Rows
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.data.unreadable import check_bad
@@ -38,6 +40,11 @@ def failure(
         return str(error)
     assert may_pass, "nothing is wrong"
     return None
+
+
+def read(source: Any, images_only: bool = False, **config: Any) -> Rows:
+    """The rows of a source, with other settings of the data."""
+    return read_rows(DataConfig(source=str(source), **config), images_only)
 
 
 def assert_refused(

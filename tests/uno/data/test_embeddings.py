@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from pipelines import cli
-from uno.config import DataConfig
 from uno.data import array_files, embeddings, parquet
 from uno.data.check import check, format_report
 from uno.data.embeddings import Vectors, given_vectors
@@ -23,7 +22,7 @@ from uno.data.splits import make_task
 from uno.errors import ConfigError
 from uno.session.configure import configure
 
-from .builders import assert_refused, columns_of, failure
+from .builders import assert_refused, columns_of, failure, read
 
 
 def drawn(num: int = 12, width: int = 4) -> np.ndarray:
@@ -43,7 +42,7 @@ def stored(file: Path, kind: Any = None, **columns: Any) -> str:
 def rows_of(source: str, **more: Any) -> Any:
     """Read a source. A path is that of a file of vectors."""
     prefix = "" if str(source).startswith("vectors:") else "vectors:"
-    return read_rows(DataConfig(source=f"{prefix}{source}", **more))
+    return read(f"{prefix}{source}", **more)
 
 
 def values_of(rows: Any) -> Any:
@@ -300,7 +299,7 @@ def test_other_numbers_are_another_data_set():
 
 def test_what_is_predicted_needs_no_labels(tmp_path):
     source = stored(tmp_path / "v.parquet", embedding=drawn(3), label=[[1], [2], [3]])
-    assert len(read_rows(DataConfig(source=source), True)) == 3
+    assert len(rows_of(source, images_only=True)) == 3
 
 
 def checked(source, **given):

@@ -5,7 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
+import time
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -14,7 +14,6 @@ from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.fs
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -25,10 +24,7 @@ from uno.augment import augment_crops, eval_view
 from uno.config import override
 from uno.crops import Cropper
 from uno.data import features
-from uno.data import files as filesystem
-from uno.data.columns import find_rows
 from uno.data.decode import Decoding, decode
-from uno.data.embeddings import read_vectors
 from uno.data.features import FeatureCache, cached_features, compute_local, feature_job
 from uno.data.files import Storage
 from uno.data.images import Files
@@ -260,15 +256,6 @@ def test_the_cache_changes_with_weights_versions_and_code(monkeypatch):
     assert len(folders | {job_of().folder}) == 4
 
 
-def test_an_image_in_memory_that_changes_is_the_only_one_to_be_encoded(tmp_path):
-    images = [pixels(i) for i in range(40)]
-    whole = encode(tmp_path, job_of(images=images)).features
-    images[3] = pixels(99)
-    found = encode(tmp_path, job_of(images=images))
-    assert found.encoded_now == [3]
-    assert not torch.equal(found.features[3], whole[3])
-
-
 def flip(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -353,7 +340,7 @@ def test_a_stopped_job_goes_on(tmp_path, monkeypatch):
     assert torch.equal(found, encode(tmp_path / "another", job).features)
 
 
-def test_images_that_cannot_be_read_are_tried_again(tmp_path):
+def test_images_that_cannot_be_read_or_have_changed_are_encoded_again(tmp_path):
     """Their neighbors in the batch keep their features."""
     good = [encoded(pixels(i)) for i in range(40)]
     images = [*good]
@@ -369,20 +356,10 @@ def test_images_that_cannot_be_read_are_tried_again(tmp_path):
     assert torch.equal(repaired.features, whole)
     assert not any(repaired.reasons)
     assert found.encoded_now == repaired.encoded_now == [3, 17]
-
-
-def test_files_have_the_format_of_vectors(tmp_path):
-    """``vectors:`` reads the views of each row."""
-    job = job_of()
-    whole = encode(tmp_path, job).features
-    rows = read_vectors(f"{tmp_path}/{job.folder}")
-    place = find_rows(rows.ids, job.task.rows.ids.to_pylist())
-    own = [place[name] for name in job.task.rows.ids.to_pylist()]
-    values, reasons = rows.images.vectors(np.array(own))
-    train = torch.from_numpy(job.task.is_train)
-    assert torch.equal(values[train], whole[train])
-    assert torch.equal(values[:, 0], whole[:, 0])
-    assert not any(reasons)
+    good[5] = encoded(pixels(99))
+    changed = encode(tmp_path, job_of(images=good))
+    assert changed.encoded_now == [5]
+    assert not torch.equal(changed.features[5], whole[5])
 
 
 def test_an_encoder_that_gives_nan_is_refused(tmp_path):
@@ -444,16 +421,13 @@ def test_a_killed_process_and_two_at_once(tmp_path):
         return subprocess.Popen([sys.executable, "-c", code], cwd=root, env=environment)
 
     child = start(slow=True)
-    for _ in range(1200):
-        if parts(tmp_path) or child.poll() is not None:
-            break
-        threading.Event().wait(0.1)
+    while not parts(tmp_path) and child.poll() is None:
+        time.sleep(0.1)
     child.kill()
     assert child.wait() == -signal.SIGKILL
     job = job_of()
     assert len(FeatureCache(Storage(str(tmp_path)), job).read()[1]) == 24
-    both = start(slow=False), start(slow=False)
-    assert [child.wait() for child in both] == [0, 0]
+    assert [child.wait() for child in (start(False), start(False))] == [0, 0]
     found = encode(tmp_path, job)
     assert found.encoded_now == []
     assert torch.equal(found.features, encode(tmp_path / "anew", job).features)
@@ -477,40 +451,30 @@ def write_bitmaps(folder, numbers, first_seed=0):
 
 
 def test_a_file_that_is_overwritten_or_added_is_the_only_one_to_be_encoded(tmp_path):
-    """Of the same size. Kills: sizes that stand for content."""
+    """Of the same size. Files that were moved, or copied with their times, keep their
+    features. Kills: sizes that stand for content.
+    """
     data, cache = tmp_path / "data", tmp_path / "cache"
     write_bitmaps(data, range(39))
     encode(cache, folder_job(data))
-    write_bitmaps(data, [5], first_seed=100)
-    write_bitmaps(data, [39])
-    job = folder_job(data)
-    found = encode(cache, job)
-    assert found.encoded_now == [5, 39]
-    assert torch.equal(found.features, encode(tmp_path / "anew", job).features)
-    assert encode(cache, folder_job(data)).encoded_now == []
-
-
-def test_features_of_images_that_were_moved_are_kept(tmp_path):
-    """Also of a copy with its times."""
-    data, cache = tmp_path / "data", tmp_path / "cache"
-    write_bitmaps(data, range(40))
-    whole = encode(cache, folder_job(data)).features
     shutil.copytree(data, tmp_path / "copied")
     data.rename(tmp_path / "moved")
     for name in ("copied", "moved"):
-        found = encode(cache, folder_job(tmp_path / name))
-        assert found.encoded_now == []
-        assert torch.equal(found.features, whole)
+        assert encode(cache, folder_job(tmp_path / name)).encoded_now == []
+    write_bitmaps(tmp_path / "moved", [5], first_seed=100)
+    write_bitmaps(tmp_path / "moved", [39])
+    job = folder_job(tmp_path / "moved")
+    found = encode(cache, job)
+    assert found.encoded_now == [5, 39]
+    assert torch.equal(found.features, encode(tmp_path / "anew", job).features)
 
 
-def test_remote_files_that_are_named_one_by_one_are_looked_up(tmp_path, monkeypatch):
+def test_remote_files_that_are_named_one_by_one_are_looked_up(bucket):
     """An object that was overwritten is encoded again."""
-    store = pa.fs.SubTreeFileSystem(str(tmp_path), pa.fs.LocalFileSystem())
-    monkeypatch.setattr(filesystem, "_connect", lambda host, options: (store, ""))
-    write_images(tmp_path, ["a.png", "b.png"])
+    write_images(bucket, ["a.png", "b.png"])
     images = Files.of(["s3://bucket/a.png", "s3://bucket/b.png"], [(-1, -1)] * 2)
     before = features.image_versions(images, np.arange(2))
-    os.utime(tmp_path / "b.png", (1e9, 1e9))
+    os.utime(bucket / "b.png", (1e9, 1e9))
     after = features.image_versions(images, np.arange(2))
     assert after[0] == before[0]
     assert after[1] != before[1]

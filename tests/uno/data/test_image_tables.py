@@ -19,7 +19,15 @@ from uno.data.splits import make_task
 from uno.data.unreadable import check_bad, name_bad
 from uno.report.facts import read_facts
 
-from .builders import assert_refused, encoded, failure, hf_table, pixels, write_images
+from .builders import (
+    assert_refused,
+    encoded,
+    failure,
+    hf_table,
+    pixels,
+    read,
+    write_images,
+)
 
 NAMES = ["a.png", "sub/b.png", "sub/c.png"]
 PATHS_AND_LABELS = [("a.png", "cat"), ("sub/b.png", "dog"), ("sub/c.png", "")]
@@ -44,11 +52,6 @@ def csv_text(separator: str = ",", header: tuple[str, str] = ("path", "label")) 
     """Return the text of a table of the three images."""
     lines = [separator.join(row) for row in [header, *PATHS_AND_LABELS]]
     return "\r\n".join(lines) + "\r\n"
-
-
-def read(source: str, **settings: object):
-    """Return the rows of a source."""
-    return read_rows(DataConfig(source=str(source), **settings))
 
 
 def read_task(source: str, **settings: object):
@@ -352,7 +355,7 @@ def test_parquet_that_only_names_files_reads_them_or_names_the_option(folder):
     source = f"parquet:{folder}/export"
     facts = ["outside the folder", "--data.image-folder", "store the bytes"]
     for images_only in (False, True):
-        assert_refused(facts, read_rows, DataConfig(source=source), images_only)
+        assert_refused(facts, read, source, images_only)
     rows = read(source, image_folder=str(folder))
     assert rows.labels.to_pylist() == ["x", "x", None]
     assert rows.images[1] == os.path.realpath(folder / "sub/b.png")

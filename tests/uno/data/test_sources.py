@@ -15,7 +15,6 @@ import pytest
 from sklearn.datasets import load_digits
 
 from uno.config import DataConfig
-from uno.data import files as filesystem
 from uno.data.columns import present_classes
 from uno.data.decode import decode
 from uno.data.sources import (
@@ -32,14 +31,11 @@ from .builders import (
     columns_of,
     failure,
     publish_cifar,
+    read,
     write_cifar,
     write_hf,
     write_images,
 )
-
-
-def read(source, **config):
-    return read_rows(DataConfig(source=str(source), **config))
 
 
 def read_two(labeled, unlabeled):
@@ -134,13 +130,9 @@ def test_cifar_is_checked_against_the_sums_of_its_makers(tmp_path):
     assert "is not the file" in failure(read, f"cifar10:{tmp_path}")
 
 
-def test_cifar_in_remote_storage_is_read(cifar10):
-    storage, folder = filesystem.locate("mock:///cifar/cifar-10-batches-py")
-    storage.create_dir(folder)
-    for file, data in cifar10.items():
-        with storage.open_output_stream(f"{folder}/{file}") as stream:
-            stream.write(data)
-    assert len(read("cifar10:mock:///cifar")) == 12
+def test_cifar_in_remote_storage_is_read(cifar10, bucket):
+    write_cifar(bucket, "cifar10", cifar10)
+    assert len(read("cifar10:s3://bucket")) == 12
 
 
 def test_missing_cifar_and_its_download(tmp_path, monkeypatch, cifar10):
@@ -209,6 +201,7 @@ def test_two_processes_download_cifar_at_once(tmp_path, monkeypatch, cifar10):
         (["data/train-0.parquet"], "parquet"),
         (["train-0.parquet"], "parquet"),
         (["A.TAR"], "tar"),
+        (["cat/a.png", "dog/b.png", "original.tar"], "folder"),
     ],
 )
 def test_a_bare_path_is_recognized_by_content_not_by_name(tmp_path, files, kind):
@@ -310,7 +303,7 @@ def test_a_class_folder_that_is_called_like_a_split_is_not_guessed(tmp_path, fla
     rows = read_as("splits:")
     assert rows.labels.to_pylist() == ["x", "steam", *more]
     assert "2 images outside" in rows.warnings[0]
-    assert len(read_rows(DataConfig(source=f"classes:{folder}"), True)) == 4
+    assert len(read(f"classes:{folder}", images_only=True)) == 4
 
 
 def test_names_that_look_the_same_are_one_class(tmp_path):

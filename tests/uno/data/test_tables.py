@@ -18,7 +18,6 @@ import pytest
 from uno.config import DataConfig
 from uno.data import tables, text_tables
 from uno.data.decode import decode, decode_many
-from uno.data.sources import read_rows
 from uno.data.tables import read_parquet, read_table
 from uno.data.unreadable import check_bad
 
@@ -29,6 +28,7 @@ from .builders import (
     failure,
     hf_table,
     pixels,
+    read,
     write_hf,
     write_images,
 )
@@ -43,10 +43,6 @@ def write_parquet(folder, table, name="a.parquet", **options):
     """Write a table, or a mapping of columns, and return the path of the file."""
     pq.write_table(pa.table(table), folder / name, **options)
     return str(folder / name)
-
-
-def read(source, **more):
-    return read_rows(DataConfig(source=source, **more))
 
 
 def picture(seed):
@@ -385,8 +381,7 @@ def test_columns_of_other_names(two_rows, tmp_path):
         "ids": ["a.png", "b.png"],
     }
     assert rows.images[1] == os.path.realpath(tmp_path / "b.png")
-    gone = DataConfig(source=source, columns="image=file,label=gone")
-    assert len(read_rows(gone, images_only=True)) == 2
+    assert len(read(source, images_only=True, columns="image=file,label=gone")) == 2
     line = failure(read, source, columns="image=gone")
     assert "--data.columns image=gone: no such column; it has file, kind" in line
 
@@ -491,10 +486,10 @@ def test_folders_of_hive_partitioning_are_refused_if_they_say_labels(tmp_path):
             partitioning_flavor="hive",
         )
     assert len(read(f"parquet:{tmp_path}/year")) == 4
-    config = DataConfig(source=f"parquet:{tmp_path}/kind", columns="label=kind")
+    kinds = {"source": f"parquet:{tmp_path}/kind", "columns": "label=kind"}
     facts = ["folder kind=a is no column kind", "partitioning='hive'"]
-    assert_refused(facts, read_rows, config)
-    assert len(read_rows(config, images_only=True)) == 4
+    assert_refused(facts, read, **kinds)
+    assert len(read(**kinds, images_only=True)) == 4
 
 
 def test_parquet_at_a_uri_is_what_it_is_here(bucket):
@@ -538,12 +533,11 @@ def test_text_that_is_not_utf8_is_one_line(tmp_path, column):
     raw = pa.array([b"train\xf5", b"train", b"train"])
     columns = {"image": [b"a", b"b", b"c"], "label": ["a", "b", "a"]}
     columns[column] = pa.Array.from_buffers(pa.string(), 3, raw.buffers())
-    write_parquet(tmp_path, columns)
-    config = DataConfig(source=f"parquet:{tmp_path}")
-    # a prediction reads ids and images only
-    for images_only in (False, True) if column in ("id", "image") else (False,):
-        facts = ["cannot read ", "a.parquet: ", "UTF8"]
-        assert_refused(facts, read_rows, config, images_only=images_only)
+    path = write_parquet(tmp_path, columns)
+    facts = ["cannot read ", f"{path}: ", "UTF8"]
+    assert_refused(facts, read, path)
+    if column in ("id", "image"):  # what a prediction reads
+        assert_refused(facts, read, path, images_only=True)
 
 
 def test_rows_without_an_image_say_why_and_what_to_do(tmp_path):

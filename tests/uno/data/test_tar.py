@@ -9,7 +9,6 @@ import tarfile
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.fs
 import pyarrow.parquet as pq
 import pytest
 
@@ -17,10 +16,10 @@ from uno.config import DataConfig
 from uno.data import files as filesystem
 from uno.data import tar
 from uno.data.decode import decode_many
-from uno.data.sources import read_rows, recognize
+from uno.data.sources import read_rows
 from uno.data.splits import make_task
 
-from .builders import encoded, failure, pixels, write_images
+from .builders import assert_refused, encoded, failure, pixels, read, write_images
 
 IMAGE = encoded(pixels(0))
 LINK = {"type": tarfile.SYMTYPE, "linkname": "../secret.png"}
@@ -54,20 +53,13 @@ def write_shards(folder, root, size: int = 7, split: str = "train") -> None:
         write_tar(root / f"{split}-{start // size:03}.tar", members)
 
 
-def read(source, **more):
-    return read_rows(DataConfig(source=f"tar:{source}"), **more)
+def read_shards(source, **options):
+    return read(f"tar:{source}", **options)
 
 
 def read_members(folder, members):
     """Write one shard and read it."""
-    return read(write_tar(folder / "a.tar", members))
-
-
-@pytest.fixture
-def remote(tmp_path, monkeypatch):
-    """The test's folder is the object store 's3://bucket', too."""
-    store = pa.fs.SubTreeFileSystem(str(tmp_path), pa.fs.LocalFileSystem())
-    monkeypatch.setattr(filesystem, "_connect", lambda host, options: (store, ""))
+    return read_shards(write_tar(folder / "a.tar", members))
 
 
 @pytest.fixture
@@ -106,7 +98,7 @@ def test_the_layout(tmp_path):
     write_tar(
         tmp_path / "val" / "0.tar", [("1.png", IMAGE), ("1.cls", "Łódź".encode())]
     )
-    rows = read(tmp_path)
+    rows = read_shards(tmp_path)
     columns = (rows.labels.to_pylist(), rows.split.to_pylist())
     assert dict(zip(rows.ids.to_pylist(), zip(*columns, strict=True), strict=True)) == {
         "x-train-0.tar#a/1": ("cat", "train"),
@@ -122,7 +114,7 @@ def test_the_layout(tmp_path):
     assert rows.images.paths(np.arange(8)) == [None] * 8
     assert rows.notes == ("ignored 1 member of the tar files: 1 .txt",)
     assert not rows.warnings
-    assert read(tmp_path).fingerprint == rows.fingerprint
+    assert read_shards(tmp_path).fingerprint == rows.fingerprint
 
 
 CATS = [(f"cat_{i}.png", IMAGE) for i in range(3)]
@@ -156,8 +148,7 @@ def test_an_image_that_is_a_field_of_a_row_is_left_out_with_a_warning(tmp_path):
     rows = read_members(tmp_path, members)
     assert rows.ids.to_pylist() == ["a.tar#3"]
     (line,) = rows.warnings
-    for fact in ("2 images left out", "'3.mask.png' in a.tar", "'3.png'"):
-        assert fact in line
+    assert "2 images left out, e.g. '3.mask.png' in a.tar" in line
     rows = read_members(tmp_path, [*members, ("3.edge.cls", b"dog")])
     assert rows.ids.to_pylist() == ["a.tar#3", "a.tar#3.edge"]
     assert rows.labels.to_pylist() == ["cat", "dog"]
@@ -190,9 +181,8 @@ def test_a_label_without_an_image_is_a_warning(tmp_path, name, content, is_label
 def test_a_label_in_another_shard_than_its_image_is_a_warning(tmp_path):
     write_tar(tmp_path / "a.tar", CATS)
     write_tar(tmp_path / "b.tar", [*CAT_LABELS, ("3.png", IMAGE)])
-    (line,) = read(tmp_path).warnings
-    for fact in ("3 labels without an image", "'cat_0.cls' in b.tar", "the same shard"):
-        assert fact in line
+    (line,) = read_shards(tmp_path).warnings
+    assert "3 labels without an image, e.g. 'cat_0.cls' in b.tar" in line
 
 
 @pytest.mark.parametrize(
@@ -203,7 +193,7 @@ def test_names_of_any_length_and_letters(tmp_path, format):
     long = "k" * (90 if format == tarfile.USTAR_FORMAT else 300)
     keys = [f"{long}/{long}", "é", "plain"]
     members = [(f"{key}.png", encoded(pixels(i))) for i, key in enumerate(keys)]
-    rows = read(write_tar(tmp_path / "a.tar", members, format))
+    rows = read_shards(write_tar(tmp_path / "a.tar", members, format))
     assert rows.ids.to_pylist() == [f"a.tar#{key}" for key in keys]
     assert rows.images.read_images(np.array([2, 0])) == [members[2][1], members[0][1]]
 
@@ -230,7 +220,7 @@ def test_patterns(twelve, pattern, numbers):
     """Kills: a shard too few or too many, widths that are lost, a folder's name in
     the place of a file's.
     """
-    rows = read(twelve / pattern)
+    rows = read_shards(twelve / pattern)
     assert rows.ids.to_pylist() == [f"shard-{i:03}.tar#0" for i in numbers]
 
 
@@ -249,21 +239,12 @@ def test_what_names_no_shard_is_refused(twelve, name, words):
     (twelve / "empty").mkdir()
     (twelve / "packed").mkdir()
     (twelve / "packed" / "b.tar.gz").touch()
-    assert words in failure(read, twelve / name)
-
-
-def test_a_folder_of_shards_is_recognized(both):
-    """Kills: an archive beside class folders taken for the data."""
-    images, shards = both
-    assert recognize(str(shards)) == "tar"
-    assert recognize(str(shards / "train-000.tar")) == "tar"
-    write_tar(images / "original.tar", [])
-    assert recognize(str(images)) == "folder"
+    assert words in failure(read_shards, twelve / name)
 
 
 def test_the_rows_of_a_folder(both):
     """Kills: another order, pixels of a neighbor, a split or class that is lost."""
-    folder, shards = read_rows(DataConfig(source=f"folder:{both[0]}")), read(both[1])
+    folder, shards = read(f"folder:{both[0]}"), read_shards(both[1])
     keys = [name.partition("#")[2] for name in shards.ids.to_pylist()]
     assert keys == [name.removesuffix(".png") for name in folder.ids.to_pylist()]
     assert shards.labels.to_pylist() == folder.labels.to_pylist()
@@ -277,11 +258,11 @@ def test_the_rows_of_a_folder(both):
         assert images.read_images(order) == expected
 
 
-def test_objects_are_read_in_pieces(both, remote, monkeypatch):
+def test_objects_are_read_in_pieces(both, bucket, monkeypatch):
     """From 's3://bucket', served from a folder. Kills: a request for each image, one
     that spans all of a shard, ids that hold the bucket, a pattern of URIs.
     """
-    here, there = read(both[1]), read("s3://bucket/shards")
+    here, there = read_shards(both[1]), read_shards("s3://bucket/shards")
     assert (there.ids, there.fingerprint) == (here.ids, here.fingerprint)
     everything = np.arange(30)
     assert there.images.groups(everything).tolist() == [i // 7 for i in range(30)]
@@ -289,26 +270,25 @@ def test_objects_are_read_in_pieces(both, remote, monkeypatch):
     expected = here.images.read_images(everything)
     assert there.images.read_images(everything) == expected
     monkeypatch.setattr(tar, "SPAN_BYTES", 1000)
-    again = read("s3://bucket/shards/train-{000..004}.tar")
+    again = read_shards("s3://bucket/shards/train-{000..004}.tar")
     assert again.ids == here.ids
     assert again.images.read_images(everything) == expected
     assert len(np.unique(again.images.groups(everything))) > 5
-    last = read("s3://bucket/shards/train-*4.tar")
-    assert last.ids.to_pylist() == ["train-004.tar#emu/08", "train-004.tar#emu/09"]
+    assert len(read_shards("s3://bucket/shards/train-*4.tar")) == 2
 
 
 @pytest.fixture
-def scanned(tmp_path, monkeypatch, remote):
+def scanned(monkeypatch, bucket):
     """Names of shards that were scanned since it was cleared. There are three in a
     folder, written long ago, and an empty cache.
     """
-    monkeypatch.setenv("UNO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("UNO_CACHE", str(bucket / "cache"))
     members = [("notes.txt", b"?"), ("lost.cls", b"fox")]
     for i in range(10):
         members += [(f"{i}.png", IMAGE), (f"{i}.cls", b"fox")]
         members += [(f"n{i}.png", IMAGE), (f"n{i}.json", b'{"label": 7.0}')]
     for number in range(3):
-        path = write_tar(tmp_path / "shards" / f"train-{number}.tar", members)
+        path = write_tar(bucket / "shards" / f"train-{number}.tar", members)
         os.utime(path, (1e9, 1e9))
     names, real = [], filesystem.open_binary
 
@@ -341,9 +321,9 @@ def facts_of(rows):
 def test_a_second_start_scans_no_shard(scanned, source, tmp_path):
     """The index has what the scan found: keys, places, labels, notes."""
     source = source.replace("{folder}", str(tmp_path))
-    first = read(source)
+    first = read_shards(source)
     assert len(scanned) == 3
-    again = read(source)
+    again = read_shards(source)
     assert len(scanned) == 3
     assert facts_of(again) == facts_of(first)
     assert "3 .txt" in str(again.notes)
@@ -354,33 +334,33 @@ def test_only_a_shard_that_has_changed_is_scanned_again(scanned, tmp_path):
     """One that was just written is not trusted either: it may be written again with the
     same size in the same tick of the clock.
     """
-    read(FOLDER)
+    read_shards(FOLDER)
     write_tar(tmp_path / "shards" / "train-1.tar", [("new.png", IMAGE)])
     for _ in range(2):
         scanned.clear()
-        again = read(FOLDER)
+        again = read_shards(FOLDER)
         assert scanned == ["train-1.tar"]
     assert again.ids.to_pylist()[20] == "train-1.tar#new"
     (tmp_path / "shards" / "train-0.tar").unlink()
-    assert len(read(FOLDER)) == 21
+    assert len(read_shards(FOLDER)) == 21
 
 
 def test_labels_and_no_labels_have_their_own_index(scanned):
-    expected = facts_of(read(FOLDER))
-    without = read(FOLDER, images_only=True)
+    expected = facts_of(read_shards(FOLDER))
+    without = read_shards(FOLDER, images_only=True)
     assert without.labels.null_count == len(without) == 60
-    assert facts_of(read(FOLDER)) == expected
+    assert facts_of(read_shards(FOLDER)) == expected
 
 
 def test_a_damaged_index_is_made_again(scanned, tmp_path, caplog):
-    expected, other = facts_of(read(FOLDER)), io.BytesIO()
+    expected, other = facts_of(read_shards(FOLDER)), io.BytesIO()
     index = next(path for path in (tmp_path / "cache").rglob("*") if path.is_file())
     data = index.read_bytes()
     pq.write_table(pa.table({"shard": [0]}), other)
     holes = data[:200] + bytes(100) + data[300:]
     for damaged in (b"", data[:-100], holes, other.getvalue()):
         index.write_bytes(damaged)
-        assert facts_of(read(FOLDER)) == expected
+        assert facts_of(read_shards(FOLDER)) == expected
         assert index.read_bytes() == data
     assert "index" in caplog.text
 
@@ -390,7 +370,7 @@ def test_a_cache_that_takes_no_file_is_named_and_the_shards_are_read(
 ):
     (tmp_path / "file").touch()
     monkeypatch.setenv("UNO_CACHE", str(tmp_path / "file" / "cache"))
-    assert len(read(FOLDER)) == 60
+    assert len(read_shards(FOLDER)) == 60
     assert "index" in caplog.text
     assert f"{tmp_path}/file" in caplog.text
 
@@ -411,7 +391,7 @@ def test_members_that_are_no_files_are_bad_rows(tmp_path):
         ("7.png", b"", {"type": tarfile.FIFOTYPE}),
         ("8.png", IMAGE),
     ]
-    rows = read(write_tar(tmp_path / "a.tar", members, tarfile.PAX_FORMAT))
+    rows = read_shards(write_tar(tmp_path / "a.tar", members, tarfile.PAX_FORMAT))
     reasons = decode_many(rows.images, 8)[1]
     assert dict(zip(rows.ids.to_pylist(), reasons, strict=True)) == {
         "a.tar#1": "no image data",
@@ -436,15 +416,14 @@ def test_cut_off_anywhere(tmp_path):
     for size in range(0, 3 * 2048 + 600, 123):
         path.write_bytes(whole[:size])
         if size < 512:
-            assert "is not a tar file" in failure(read, path)
+            assert "is not a tar file" in failure(read_shards, path)
             continue
-        rows = read(path)
+        rows = read_shards(path)
         *before, last = rows.images.read_images(np.arange(len(rows)))
         *complete, cut = images[: len(rows)]
-        assert before == complete
-        assert cut.startswith(last)
-        if last != cut:
-            assert rows.notes == ("a.tar is truncated: it ends inside a member",)
+        assert (before, last) == (complete, cut[: len(last)])
+        is_noted = rows.notes == ("a.tar is truncated: it ends inside a member",)
+        assert last == cut or is_noted
 
 
 def one(*members):
@@ -469,7 +448,7 @@ def one(*members):
 def test_a_label_that_is_refused_is_one_line(tmp_path, members, words):
     """And means nothing where labels are not read."""
     assert words in failure(read_members, tmp_path, members)
-    assert len(read(tmp_path / "a.tar", images_only=True)) == 1
+    assert len(read_shards(tmp_path / "a.tar", images_only=True)) == 1
 
 
 @pytest.mark.parametrize(
@@ -483,7 +462,7 @@ def test_a_label_that_is_refused_is_one_line(tmp_path, members, words):
 )
 def test_members_that_are_refused_are_one_line(tmp_path, members, words):
     path = write_tar(tmp_path / "a.tar", members, tarfile.GNU_FORMAT)
-    assert words in failure(read, path)
+    assert words in failure(read_shards, path)
 
 
 @pytest.mark.parametrize(
@@ -500,7 +479,7 @@ def test_files_that_are_no_tar(tmp_path, damage, words):
     path = tmp_path / "a.tar"
     write_tar(path, one())
     path.write_bytes(damage(path.read_bytes()))
-    assert words in failure(read, path)
+    assert words in failure(read_shards, path)
 
 
 def test_a_shard_that_is_gone_when_images_are_read_is_one_line(tmp_path):
@@ -519,6 +498,5 @@ def test_json_may_be_large_where_it_is_not_wanted(tmp_path):
 def test_a_shard_whose_folders_are_the_classes_is_refused_with_a_way_out(tmp_path):
     members = [("cat/1.png", IMAGE), ("dog/2.png", IMAGE)]
     config = DataConfig(source=write_tar(tmp_path / "t.tar", members), num_novel=1)
-    line = failure(make_task, read_rows(config), config)
-    for fact in ("no image has a label", "KEY.cls", "--labeled"):
-        assert fact in line
+    facts = ["no image has a label", "KEY.cls", "--labeled"]
+    assert_refused(facts, make_task, read_rows(config), config)
