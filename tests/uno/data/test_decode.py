@@ -2,7 +2,6 @@
 
 import errno
 import io
-import json
 import os
 import struct
 import zlib
@@ -57,18 +56,15 @@ def test_pixels_with_broken_metadata_are_not_turned():
 GRAY = np.arange(256, dtype=np.uint8).reshape(16, 16)
 
 
-@pytest.mark.parametrize("mode", ["L", "1", "P", "LA", "RGBA"])
+@pytest.mark.parametrize("mode", ["L", "1", "P", "LA", "RGBA", "CMYK"])
 def test_modes_become_rgb(mode):
-    out = decode(encoded(Image.fromarray(GRAY).convert(mode), "PNG"), 16)
-    assert out.shape == (3, 16, 16)
-    assert np.ptp(out) > 200
-
-
-def test_colors_of_print_become_rgb():
-    image = smooth(16, 16)
-    data = encoded(Image.fromarray(image).convert("CMYK"), "JPEG", quality=95)
-    difference = decode(data, 16).astype(int) - image.transpose(2, 0, 1)
-    assert np.abs(difference).mean() < 12
+    """To the colors that Pillow has for them, up to what a JPEG loses."""
+    picture = Image.fromarray(smooth(16, 16)).convert(mode)
+    format = "JPEG" if mode == "CMYK" else "PNG"
+    options = {"quality": 95} if mode == "CMYK" else {}
+    out = decode(encoded(picture, format, **options), 16).astype(int)
+    expected = np.asarray(picture.convert("RGB")).transpose(2, 0, 1)
+    assert np.abs(out - expected).mean() < (12 if mode == "CMYK" else 1)
 
 
 @pytest.mark.parametrize("format", ["PNG", "TIFF"])
@@ -260,7 +256,7 @@ def test_one_read_gives_the_square_and_the_whole_image(format, size, side):
     np.testing.assert_array_equal(whole[..., :3], expected[..., :3])
 
 
-def test_one_read_of_pixels_in_memory_gives_the_square_and_the_whole_image():
+def test_pixels_in_memory_stay_whole_beside_their_square():
     array = pixels(2, 20, 30)
     square, whole = decode_square_and_rgb(array, 8, 8)
     np.testing.assert_array_equal(square, decode(array, 8))
@@ -283,11 +279,10 @@ def test_decode_many_counts_every_row(threads, num):
 def test_budget_of_bad_images(tmp_path):
     storage, ids = Storage(str(tmp_path)), list(map(str, range(200)))
     reasons = [None, "no image data", *[None] * 197, "other"]
-    assert check_bad([], [], 0.0, storage) == [] == storage.list()
-    bad = [{"id": "1", "reason": "no image data"}, {"id": "199", "reason": "other"}]
-    assert check_bad(ids, reasons, 0.01, storage) == bad
-    written = storage.read("bad_samples.jsonl").splitlines()
-    assert [json.loads(entry) for entry in written] == bad
+    assert check_bad(ids, reasons, 0.01, storage) == [
+        {"id": "1", "reason": "no image data"},
+        {"id": "199", "reason": "other"},
+    ]
     facts = ["2 of 199 images are unreadable", "1: no image data; all are in "]
     assert_refused(facts, check_bad, ids[1:], reasons[1:], 0.01, storage)
 

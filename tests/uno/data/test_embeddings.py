@@ -4,6 +4,7 @@ import io
 import sys
 import tracemalloc
 import zipfile
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -84,41 +85,55 @@ def test_rows_of_one_id_are_views(tmp_path):
     assert "at most" in rows.notes[0]
 
 
-def test_bad_rows_have_reasons(tmp_path):
+FINITE = "numbers that are not finite"
+
+
+@pytest.mark.parametrize(
+    ("views", "reason"),
+    [
+        ([[1.0, np.nan, 3.0, 4.0]], FINITE),
+        ([[np.inf, 2.0, 3.0, 4.0]], FINITE),
+        ([[0.0] * 4], "a vector of zeros"),
+        ([[1.0]], "1 numbers, not 4"),
+        ([[1.0, None, 3.0, 4.0]], FINITE),
+        ([None], "0 numbers, not 4"),
+        ([[1.0, 2.0, 3.0, 4.0], [np.nan] * 4], FINITE),
+    ],
+)
+def test_bad_rows_have_reasons(tmp_path, views, reason):
     """Kills: a NaN, an infinity, a missing number or vector that is trained on; a
     bad view that is kept.
     """
-    finite, zeros = "numbers that are not finite", "a vector of zeros"
-    good = [1.0, 2.0, 3.0, 4.0]
-    table = [
-        ("good", good, None),
-        ("nan", [1.0, np.nan, 3.0, 4.0], finite),
-        ("infinite", [np.inf, 2.0, 3.0, 4.0], finite),
-        ("zeros", [0.0] * 4, zeros),
-        ("short", [1.0], "1 numbers, not 4"),
-        ("null number", [1.0, None, 3.0, 4.0], finite),
-        ("null", None, "0 numbers, not 4"),
-        ("one bad view", good, finite),
-    ]
-    ids, values, expected = map(list, zip(*table, strict=True))
-    columns = {"embedding": [*values, [np.nan] * 4], "id": [*ids, "one bad view"]}
-    rows = rows_of(stored(tmp_path / "v.parquet", **columns))
-    found, reasons = rows.images.vectors(np.arange(len(table)))
-    assert dict(zip(rows.ids.to_pylist(), reasons, strict=True)) == dict(
-        zip(ids, expected, strict=True)
+    columns = {
+        "embedding": [*drawn(3), *views],
+        "id": [*"abc", *["bad"] * len(views)],
+    }
+    found, reasons = rows_of(stored(tmp_path / "v.parquet", **columns)).images.vectors(
+        np.arange(4)
     )
-    assert found[0].all()
-    assert not found[1:].any()
+    assert reasons == [None, None, None, reason]
+    assert found.flatten(1).any(dim=1).tolist() == [True, True, True, False]
 
 
-def test_arrays_of_numpy_are_read(tmp_path):
-    values = drawn(6)
-    np.save(tmp_path / "v.npy", values.astype(np.float64))
-    np.savez(tmp_path / "v.npz", embedding=values, other=values[:1])
-    for name in ("v.npy", "v.npz"):
-        rows = rows_of(tmp_path / name)
-        np.testing.assert_array_equal(values_of(rows), values)
-        assert rows.labels.null_count == 6
+EXACT = (np.arange(24, dtype=np.float32) % 16).reshape(6, 4)  # in 8 bits, too
+TENSOR = torch.from_numpy(EXACT)
+
+
+@pytest.mark.parametrize(
+    ("name", "save"),
+    [
+        ("v.npy", lambda path: np.save(path, EXACT.astype(np.float64))),
+        ("v.npz", lambda path: np.savez(path, embedding=EXACT, other=EXACT[:1])),
+        ("v.pt", lambda path: torch.save(TENSOR, path)),
+        ("v.pt", lambda path: torch.save(TENSOR.bfloat16(), path)),
+        ("v.pt", lambda path: torch.save(TENSOR.to(torch.float8_e4m3fn), path)),
+    ],
+)
+def test_arrays_of_numpy_and_tensors_of_pytorch_are_read(tmp_path, name, save):
+    save(tmp_path / name)
+    rows = rows_of(tmp_path / name)
+    np.testing.assert_array_equal(values_of(rows), EXACT)
+    assert rows.labels.null_count == 6
 
 
 def test_a_table_beside_an_array_has_its_labels(tmp_path):
@@ -133,17 +148,6 @@ def test_a_table_beside_an_array_has_its_labels(tmp_path):
     }
     np.save(tmp_path / "v.npy", drawn(5))
     assert_refused(["has 6 rows", "has 5"], rows_of, tmp_path / "v.npy")
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str
-)
-def test_a_tensor_of_pytorch_is_read(tmp_path, dtype):
-    values = torch.from_numpy(drawn(6)).to(dtype)
-    torch.save(values, tmp_path / "one.pt")
-    np.testing.assert_array_equal(
-        values_of(rows_of(tmp_path / "one.pt")), values.float()
-    )
 
 
 def test_tensors_and_lists_of_pytorch_are_read(tmp_path):
@@ -281,10 +285,13 @@ def test_pictures_and_text_are_shown_not_learnt(tmp_path):
     shown = {"path": ["a.jpg", "b.jpg", ""], "text": ["x", "y", None]}
     (tmp_path / "b.jpg").write_bytes(b"here")
     whole = rows_of(stored(tmp_path / "v.parquet", embedding=values, **shown))
-    images = whole.take(np.array([2, 1])).images
-    assert images.captions(np.arange(2)) == [None, "y"]
-    assert images.pictures().read_images(np.array([1])) == [f"{tmp_path}/b.jpg"]
-    assert images.paths(np.array([1])) == [f"{tmp_path}/b.jpg"]
+    images, last = whole.take(np.array([2, 1])).images, np.array([1])
+    assert images.captions(last) == ["y"]
+    assert (
+        images.pictures().read_images(last)
+        == images.paths(last)
+        == [f"{tmp_path}/b.jpg"]
+    )
     plain = rows_of(stored(tmp_path / "w.parquet", embedding=values))
     assert (plain.fingerprint, plain.images.pictures()) == (whole.fingerprint, None)
     source = stored(tmp_path / "b.parquet", embedding=values, image=[b"0", b"1", b"2"])
@@ -330,32 +337,29 @@ def test_numbers_in_a_file_are_those_in_memory(tmp_path, monkeypatch):
     values, ids = drawn(50), [str(row % 40) for row in range(50)]
     values[5], values[44, 1] = 0, np.nan
     np.save(tmp_path / "v.npy", values.astype(np.float64))
-    folder = tmp_path / "data"
-    folder.mkdir()
-    for name, own in (("a.parquet", slice(0, 30)), ("b.parquet", slice(30, 50))):
-        stored(folder / name, embedding=values[own], id=ids[own])
-    in_memory = [rows_of(path).images for path in (folder, tmp_path / "v.npy")]
+    (tmp_path / "data").mkdir()
+    stored(tmp_path / "data" / "a.parquet", embedding=values[:30], id=ids[:30])
+    stored(tmp_path / "data" / "b.parquet", embedding=values[30:], id=ids[30:])
+    paths, some = (tmp_path / "data", tmp_path / "v.npy"), np.array([7, 3])
+    in_memory = [rows_of(path).images for path in paths]
     monkeypatch.setenv("UNO_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(array_files, "MAPPED_BYTES", 0)
     monkeypatch.setattr(embeddings, "PIECE_ROWS", 9)
     monkeypatch.setattr(parquet, "READ_ROWS", 7)
     assert isinstance(array_files.new_array((3, 2)), np.memmap)
-    in_files = [rows_of(path).images for path in (folder, tmp_path / "v.npy")]
-    assert not [*(tmp_path / "cache").iterdir()]
-    for images, expected in zip(in_files, in_memory, strict=True):
+    for path, expected in zip(paths, in_memory, strict=True):
+        images = rows_of(path).images
         assert torch.equal(images.values, expected.values)
         assert images.reasons == expected.reasons
-        assert sum(map(bool, images.reasons)) == 2
-        some = np.array([7, 3])
         assert torch.equal(images.vectors(some)[0], expected.values[some])
+    assert not [*(tmp_path / "cache").iterdir()]
 
 
 def test_equal_rows_are_those_of_a_dictionary():
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randint(0, 3, (2_500, 6), generator=generator).float()
-    found: dict[tuple[float, ...], list[int]] = {}
+    values = torch.randint(0, 3, (2_500, 6)).float()
+    found = defaultdict[tuple[float, ...], list[int]](list)
     for row, numbers in enumerate(values.tolist()):
-        found.setdefault(tuple(numbers), []).append(row)
+        found[tuple(numbers)].append(row)
     several = [group for group in found.values() if len(group) > 1]
     assert 500 < len(several) < len(found)
     assert embeddings.equal_rows(values) == several

@@ -111,6 +111,9 @@ def test_another_encoding_is_refused_with_the_line_and_the_way_to_save(
 @pytest.mark.parametrize(
     ("settings", "fact"),
     [
+        ({"columns": "file"}, "columns must be as path=file,label=kind"),
+        ({"columns": "picture=file"}, "columns must be as path=file,label=kind"),
+        ({"columns": "image="}, "columns must be as path=file,label=kind"),
         ({"columns": "path=a,image=b"}, "path and image are the same"),
         ({"image_suffix": "png"}, "image_suffix must begin with a dot"),
     ],
@@ -153,26 +156,21 @@ def test_parquet_without_a_label_names_the_likely_column(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "path",
+    ("path", "file"),
     [
-        "été\\b.png",
-        "%C3%A9t%C3%A9/b.png",
-        unicodedata.normalize("NFD", "été/b.png"),
-        "file://{folder}/été/b.png",
+        ("été\\b.png", "été/b.png"),
+        ("%C3%A9t%C3%A9/b.png", "été/b.png"),
+        (unicodedata.normalize("NFD", "été/b.png"), "été/b.png"),
+        ("file://{folder}/été/b.png", "été/b.png"),
+        ("a\\b.png", "a\\b.png"),
     ],
-    ids=["Windows", "URL", "macOS", "file URL"],
+    ids=["Windows", "URL", "macOS", "file URL", "a backslash in a name"],
 )
-def test_paths_as_other_programs_write_them_lead_to_the_file(tmp_path, path):
-    write_images(tmp_path, ["été/b.png"])
+def test_paths_as_other_programs_write_them_lead_to_the_file(tmp_path, path, file):
+    write_images(tmp_path, ["été/b.png", "a\\b.png", "a/b.png"])
     path = path.replace("{folder}", str(tmp_path))
     rows = read(write_table(tmp_path, f"path,label\n{path},cat\n"))
-    assert os.path.samefile(rows.images[0], tmp_path / "été/b.png")
-
-
-def test_a_file_whose_name_has_a_backslash_is_found_as_it_is(tmp_path):
-    write_images(tmp_path, ["a\\b.png", "a/b.png"])
-    rows = read(write_table(tmp_path, "path,label\na\\b.png,cat\n"))
-    assert rows.images[0].endswith("a\\b.png")
+    assert os.path.samefile(rows.images[0], tmp_path / file)
 
 
 @pytest.mark.parametrize(

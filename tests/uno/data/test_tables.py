@@ -15,7 +15,6 @@ import pyarrow.fs
 import pyarrow.parquet as pq
 import pytest
 
-from uno.config import DataConfig
 from uno.data import tables, text_tables
 from uno.data.decode import decode, decode_many
 from uno.data.tables import read_parquet, read_table
@@ -119,19 +118,6 @@ def test_labels_of_parquet(tmp_path, table, labels):
     assert set(rows.split.to_pylist()) == {"train"}
 
 
-def test_canonical_layout(tmp_path):
-    write_images(tmp_path, ["im/a.png", "im/b.png"])
-    columns = {"id": ["r1", "r2"], "label": ["x", None], "split": ["train", "test"]}
-    write_parquet(tmp_path, {**columns, "image": ["im/a.png", "im/b.png"]})
-    rows = read_parquet(str(tmp_path))
-    assert rows.images[1] == str(tmp_path / "im/b.png")
-    assert columns_of(rows, "ids", "labels", "split") == {
-        "ids": ["r1", "r2"],
-        "labels": ["x", None],
-        "split": ["train", "test"],
-    }
-
-
 @pytest.mark.parametrize(
     ("name", "split"),
     [
@@ -219,9 +205,10 @@ def groups_read(method):
     return [call.args[1] for call in method.call_args_list]
 
 
-def test_rows_are_what_they_are_when_all_is_read(shards):
+@pytest.mark.parametrize("source", ["{folder}", "s3://bucket", "parquet:s3://bucket"])
+def test_rows_are_what_they_are_when_all_is_read(shards, bucket, source):
     """By one, by many in any order, after a journey to another process."""
-    opened = read_parquet(str(shards)).images
+    opened = read(source.format(folder=shards)).images
     expected = [encoded(pixels(i)) for i in range(17)]
     expected[12] = b""
     assert [opened[i] for i in range(17)] == expected
@@ -302,9 +289,8 @@ def test_a_column_with_fewer_rows_than_its_footer_counts_is_one_line():
     prediction ends.
     """
     path = str(Path(__file__).parents[2] / "corpus" / "parquet_images-fewer-than-rows")
-    images = read_parquet(path).images
+    images, fewer = read_parquet(path).images, ["its columns have 0 rows, 3 by its"]
     assert len(images[3]) > 0  # the other row group is whole
-    fewer = [f"{path}: its columns have 0 rows, 3 by its footer"]
     assert_refused(fewer, images.read_images, np.arange(3))
     assert_refused(fewer, images.__getitem__, 1)
     assert_refused(fewer, lambda: list(images.split(3)))
@@ -318,8 +304,7 @@ def test_row_groups_with_other_rows_than_the_footer_counts_are_one_line(tmp_path
     # 37 and 38, an int64 of Thrift
     more = data[footer:].replace(b"\x16\x4a", b"\x16\x4c", 1)
     path.write_bytes(data[:footer] + more)
-    line = failure(read_parquet, str(path))
-    assert line.endswith("its row groups have 37 rows, 38 by its footer")
+    assert "have 37 rows, 38 by its footer" in failure(read_parquet, str(path))
 
 
 CSV = """\ufeffpath,label,split,id
@@ -386,22 +371,19 @@ def test_columns_of_other_names(two_rows, tmp_path):
     assert "--data.columns image=gone: no such column; it has file, kind" in line
 
 
-@pytest.mark.parametrize("columns", ["file", "picture=file", "image="])
-def test_columns_are_pairs(columns):
-    with pytest.raises(ValueError, match="columns must be as path=file,label=kind"):
-        DataConfig(columns=columns)
-
-
-def test_truth_for_evaluation_only(two_rows):
+def test_every_column(two_rows, tmp_path):
     """Kills: eval_label ignored, or taken for the label."""
-    rows = read(
-        two_rows(path=["a.png", "b.png"], label=["x", None], eval_label=[None, "y"])
-    )
-    assert columns_of(rows, "labels", "eval_labels", "truth") == {
+    columns = {"id": ["r1", "r2"], "split": ["train", "test"], "label": ["x", None]}
+    source = two_rows(path=["a.png", "b.png"], eval_label=[None, "y"], **columns)
+    rows = read(source)
+    assert columns_of(rows, "ids", "split", "labels", "eval_labels", "truth") == {
+        "ids": ["r1", "r2"],
+        "split": ["train", "test"],
         "labels": ["x", None],
         "eval_labels": [None, "y"],
         "truth": ["x", "y"],
     }
+    assert rows.images[1] == str(tmp_path / "b.png")
 
 
 @pytest.mark.parametrize(
@@ -490,15 +472,6 @@ def test_folders_of_hive_partitioning_are_refused_if_they_say_labels(tmp_path):
     facts = ["folder kind=a is no column kind", "partitioning='hive'"]
     assert_refused(facts, read, **kinds)
     assert len(read(**kinds, images_only=True)) == 4
-
-
-def test_parquet_at_a_uri_is_what_it_is_here(bucket):
-    write_hf(bucket / "hf", ["a", "b"])
-    here, every = read(str(bucket / "hf")), np.arange(16)
-    for source in ("parquet:s3://bucket/hf", "s3://bucket/hf"):
-        rows = read(source)
-        assert rows.labels == here.labels
-        assert rows.images.read_images(every) == here.images.read_images(every)
 
 
 @pytest.mark.parametrize("options", ["", "?endpoint_override=http://localhost:9000"])
