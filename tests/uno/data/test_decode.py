@@ -164,6 +164,7 @@ def test_the_facts_of_an_image_are_its_format_size_and_brightness(tmp_path, form
     assert facts.header == (format, 500, 900)
     assert read_header(str(path)) == read_header(path.read_bytes()) == facts.header
     assert facts.brightest == pytest.approx(120, abs=5)
+    assert facts.deep_values is None
     assert inspect_image(image)[:2] == (("pixels", 500, 900), 120)
 
 
@@ -279,6 +280,7 @@ def test_decode_many_counts_every_row(threads, num):
 def test_budget_of_bad_images(tmp_path):
     storage, ids = Storage(str(tmp_path)), list(map(str, range(200)))
     reasons = [None, "no image data", *[None] * 197, "other"]
+    assert check_bad([], [], 0.0, storage) == [] == storage.list()
     assert check_bad(ids, reasons, 0.01, storage) == [
         {"id": "1", "reason": "no image data"},
         {"id": "199", "reason": "other"},

@@ -216,6 +216,7 @@ def test_a_path_that_leads_elsewhere_is_refused_with_a_way_that_fits(
 ):
     table = write_table(folder, f"path,label\na.png,cat\n{path},dog\n")
     assert_refused([*facts, "(line 3)"], read, table)
+    assert ("move it there" in failure(read, table)) <= path.startswith("/elsewhere")
 
 
 def test_paths_of_a_windows_computer_are_named(folder):
