@@ -239,8 +239,8 @@ def test_unreadable_rows_of_a_table_have_their_path(folder):
     task = make_task(read_rows(config.data), config.data)
     gone = os.path.realpath(folder / "sub/gone.png")
     for seconds in (0, 60):
-        messages = [problem.message for problem in check(task, config, seconds)]
-        assert any(f"row-1 ({gone})" in message for message in messages)
+        problems = check(task, config, seconds)
+        assert any(f"row-1 ({gone})" in problem.message for problem in problems)
     _, reasons = decode_many(task.rows.images, 8)
     storage = filesystem.Storage(str(folder / "run"))
     check_bad(task.rows.ids, reasons, 1, storage, task.rows.images)
