@@ -17,7 +17,9 @@ import pytest
 from PIL import Image
 from torchvision import datasets
 
+from uno.config import DataConfig
 from uno.data.decode import decode_many, ok_mask
+from uno.data.rows import Rows
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.data.unreadable import check_bad
@@ -38,6 +40,25 @@ def failure(
         return str(error)
     assert may_pass, "nothing is wrong"
     return None
+
+
+def read(source: Any, images_only: bool = False, **config: Any) -> Rows:
+    """The rows of a source, with other settings of the data."""
+    return read_rows(DataConfig(source=str(source), **config), images_only)
+
+
+def assert_refused(
+    facts: Iterable[str], function: Callable[..., Any], *args: Any, **options: Any
+) -> None:
+    """``function`` refuses its arguments with one line, which has all the facts."""
+    line = failure(function, *args, **options)
+    for fact in facts:
+        assert fact in str(line)
+
+
+def columns_of(rows: Any, *names: str) -> dict[str, list[Any]]:
+    """Columns of rows by their names, as lists to compare."""
+    return {name: getattr(rows, name).to_pylist() for name in names}
 
 
 def pixels(seed: int, height: int = 8, width: int = 8) -> np.ndarray:

@@ -1,43 +1,40 @@
 """Features of a frozen encoder against a plain loop, and what a cache encodes again."""
 
-import errno
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
-import threading
+import time
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.fs
 import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import nn
 
 from tests.uno.small_run import frozen_encoder, small_config
-from uno.augment import augment, augment_crops, eval_view
+from uno.augment import augment_crops, eval_view
 from uno.config import override
 from uno.crops import Cropper
 from uno.data import features
-from uno.data import files as filesystem
-from uno.data.columns import find_rows
 from uno.data.decode import Decoding, decode
-from uno.data.embeddings import read_vectors
 from uno.data.features import FeatureCache, cached_features, compute_local, feature_job
 from uno.data.files import Storage
 from uno.data.images import Files
 from uno.data.sampling import FEATURES, VIEW_SEED, augment_generator
-from uno.data.sources import read_digits, read_rows
+from uno.data.sources import read_rows
 from uno.data.splits import make_task
 from uno.errors import ConfigError, StorageError
 
-from .builders import encoded, pixels
+from .builders import encoded, pixels, write_images
 
 CHUNK = 16
 HEADS = {
@@ -62,7 +59,7 @@ def config_of(**overrides):
 def job_of(config=None, images=None):
     """20 training rows and 20 of the test: 2 chunks of 16 and one of 8."""
     config = config or config_of()
-    task = make_task(read_digits(), config.data)
+    task = make_task(read_rows(config.data), config.data)
     if images is not None:
         task = replace(task, rows=replace(task.rows, images=images))
     return feature_job(config, task, frozen_encoder(config))
@@ -76,30 +73,52 @@ def rows_of(job, rows):
     return job._replace(task=replace(task, rows=task.rows.take(rows), **some))
 
 
-def cache_of(folder, job):
-    return FeatureCache(Storage(str(folder)), job)
+class Encoded(NamedTuple):
+    """The features of a job by a cache, the reasons of unreadable rows, and the rows
+    that were encoded now.
+    """
+
+    features: torch.Tensor
+    reasons: list[str | None]
+    encoded_now: list[int]
 
 
-def computed(job, encoder=None, threads=1, seen=None):
-    """Return a ``compute`` for :func:`cached_features` that notes rows in ``seen``."""
+def encode(folder, job, encoder=None, threads=1):
+    encoder, encoded_now = encoder or frozen_encoder(job.config), []
 
     def compute(rows):
-        if seen is not None:
-            seen.append(rows.tolist())
-        return compute_local(job, encoder or frozen_encoder(job.config), rows, threads)
+        encoded_now.extend(rows.tolist())
+        return compute_local(job, encoder, rows, threads)
 
-    return compute
-
-
-def kept(folder, job, seen=None, **options):
-    """Return the features of a job by a cache, and the reasons of unreadable rows."""
-    return cached_features(cache_of(folder, job), computed(job, seen=seen, **options))
+    cache = FeatureCache(Storage(str(folder)), job)
+    return Encoded(*cached_features(cache, compute), encoded_now)
 
 
 def parts(folder):
     """Files of features, in the order in which they were written."""
     found = folder.glob("features/*/*.parquet")
     return sorted(found, key=lambda path: path.stat().st_mtime_ns)
+
+
+def expected_views(config, row_id, image):
+    """Return three random views of an image, by the functions that training uses."""
+    (number,) = features.view_seeds([row_id]).tolist()
+    generator = augment_generator(VIEW_SEED, FEATURES, number)
+    data, drawn = config.data, override(config, {"augment.large.num_views": 3}).augment
+    cropper = Cropper(
+        VIEW_SEED, FEATURES, 1, drawn, data.stored_size, Decoding("bicubic")
+    )
+    crops, _ = cropper.crop(np.array([number]), np.array([0]), [image])
+    return augment_crops(
+        cropper.split(torch.from_numpy(crops)),
+        drawn,
+        generator,
+        data.mean,
+        data.std,
+        torch.tensor([0]),
+        1,
+        data.stored_size,
+    )
 
 
 @torch.no_grad()
@@ -112,125 +131,76 @@ def test_features_equal_a_loop_over_rows_and_views(tmp_path, crop, side):
     config = config_of(
         augment__large__crop=crop,
         augment__large__crop_scale=[0.3, 0.9],
+        augment__large__jitter=0.5,
+        augment__large__flip=0.5,
         data__stored_size=side,
+        data__interpolation="bicubic",
     )
-    more = {
-        "augment.large.jitter": 0.5,
-        "augment.large.flip": 0.5,
-        "data.interpolation": "bicubic",
-    }
-    config = override(config, more)
     images = [pixels(i, 12, 11) for i in range(40)]
     job = job_of(config, images)
-    encoder, data = frozen_encoder(config), config.data
-    found, reasons = kept(tmp_path, job)
-    assert (
-        found.shape == (40, 4, 16) and found.dtype == torch.float32 and not any(reasons)
-    )
-    drawn = config.augment.model_copy(
-        update={"large": config.augment.large.model_copy(update={"num_views": 3})}
-    )
+    encoder = frozen_encoder(config)
+    found, reasons, _ = encode(tmp_path, job)
+    assert (found.shape, found.dtype) == ((40, 4, 16), torch.float32)
+    assert not any(reasons)
     assert 0 < job.task.is_train.sum() < 40
-    for row in range(40):
-        stored = decode(images[row], side, Decoding("bicubic"))
-        square = torch.from_numpy(stored.copy())[None]
-        plain = encoder(eval_view(square, 8, data.mean, data.std))
-        torch.testing.assert_close(found[row, :1], plain, rtol=1e-5, atol=1e-6)
-        where = torch.tensor([0]), 1
-        if not job.task.is_train[row]:
-            assert not found[row, 1:].any()
-            continue
-        (number,) = features.view_seeds([str(job.task.rows.ids[row])]).tolist()
-        generator = augment_generator(VIEW_SEED, FEATURES, number)
-        if crop == "pad":
-            expected = augment(square, drawn, generator, data.mean, data.std, *where)
-        else:
-            cropper = Cropper(VIEW_SEED, FEATURES, 1, drawn, side, Decoding("bicubic"))
-            some, _ = cropper.crop(np.array([number]), np.array([0]), [images[row]])
-            crops = cropper.split(torch.from_numpy(some))
-            expected = augment_crops(
-                crops, drawn, generator, data.mean, data.std, *where, side
-            )
-        for v, view in enumerate(expected):
-            torch.testing.assert_close(
-                found[row, 1 + v : 2 + v], encoder(view), rtol=1e-4, atol=1e-5
-            )
-        assert len(torch.unique(found[row], dim=0)) == 4
+    for row, image in enumerate(images):
+        square = torch.from_numpy(decode(image, side, Decoding("bicubic")).copy())
+        plain = eval_view(square[None], 8, config.data.mean, config.data.std)
+        views = [encoder(plain)]
+        if job.task.is_train[row]:
+            random = expected_views(config, str(job.task.rows.ids[row]), image)
+            views += [encoder(view) for view in random]
+            assert len(torch.unique(found[row], dim=0)) == 4
+        expected = torch.zeros(4, 16)
+        expected[: len(views)] = torch.cat(views)
+        torch.testing.assert_close(found[row], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_without_random_views_it_is_the_evaluation_view_alone(tmp_path, monkeypatch):
+def test_without_random_views_it_is_the_evaluation_view_alone(tmp_path):
     """The features are the same bits, and do not depend on the split."""
     job = job_of()
-    whole, _ = kept(tmp_path, job)
+    whole = encode(tmp_path, job).features
     config = override(job.config, {"discover.epochs": 0, "augment.num_cached_views": 0})
     alone = job_of(config)
-    monkeypatch.setattr(Cropper, "crop", lambda *_: pytest.fail("a random view"))
-    found, _ = kept(tmp_path, alone)
-    assert torch.equal(found, whole[:, :1])
-    turned, seen = replace(alone.task, is_train=~alone.task.is_train), []
-    again, _ = kept(tmp_path, alone._replace(task=turned), seen)
-    assert torch.equal(again, found) and not seen
+    assert torch.equal(encode(tmp_path, alone).features, whole[:, :1])
+    turned = replace(alone.task, is_train=~alone.task.is_train)
+    assert encode(tmp_path, alone._replace(task=turned)).encoded_now == []
     weak = override(config, {"augment.weak": True, "augment.large.jitter": 0.5})
     assert job_of(weak).folder == alone.folder
 
 
-@pytest.fixture
-def passed(monkeypatch):
-    """How many images pass the encoder, call by call."""
-    seen, encode = list[int](), features._encode
-    monkeypatch.setattr(
-        features, "_encode", lambda *a: (seen.append(len(a[2])), encode(*a))[1]
-    )
-    return seen
-
-
 @pytest.mark.parametrize("crop", ["pad", "resized"])
-def test_an_image_that_is_added_is_the_only_one_to_be_encoded(tmp_path, passed, crop):
-    """Wherever it stands, and to the bits of all at once. Rows that go, or come in
-    another order, cost nothing. Kills: features that depend on the place of a row.
+def test_an_image_that_is_added_is_the_only_one_to_be_encoded(tmp_path, crop):
+    """Wherever it stands, and to the bits of all at once by many threads. Rows that
+    go, or come in another order, cost nothing, and a row that moves to the training
+    set gets its views. Kills: features that depend on the place of a row.
     """
     job = job_of(config_of(augment__large__crop=crop, augment__large__jitter=0.5))
-    whole, _ = kept(tmp_path / "whole", job)
+    whole = encode(tmp_path / "whole", job, threads=3).features
     (row,) = np.flatnonzero(job.task.is_train)[3:4]
-    kept(tmp_path / "cache", rows_of(job, np.delete(np.arange(40), row)))
-    del passed[:]
-    seen = []
-    found, _ = kept(tmp_path / "cache", job, seen)
-    assert seen == [[row]] and passed == [1, 3]  # evaluation view, random views
-    assert torch.equal(found, whole)
+    encode(tmp_path / "cache", rows_of(job, np.delete(np.arange(40), row)))
+    found = encode(tmp_path / "cache", job)
+    assert found.encoded_now == [row]
+    assert torch.equal(found.features, whole)
     some = np.random.default_rng(0).permutation(40)[:30]
-    found, _ = kept(tmp_path / "cache", rows_of(job, some), seen)
-    assert torch.equal(found, whole[some]) and len(seen) == 1
-
-
-def test_a_row_that_moves_to_the_training_set_gets_its_views(tmp_path):
-    job, seen = job_of(), []
-    kept(tmp_path, job)
-    is_train = job.task.is_train.copy()
-    (row,) = np.flatnonzero(~is_train)[:1]
-    is_train[row] = True
-    other = job._replace(task=replace(job.task, is_train=is_train))
-    found, _ = kept(tmp_path, other, seen)
-    assert seen == [[row]] and found[row].any(dim=1).all()
-    assert torch.equal(found, kept(tmp_path / "anew", other)[0])
+    found = encode(tmp_path / "cache", rows_of(job, some))
+    assert found.encoded_now == []
+    assert torch.equal(found.features, whole[some])
+    (moved,) = np.flatnonzero(~job.task.is_train)[:1]
+    job.task.is_train[moved] = True
+    found = encode(tmp_path / "cache", job)
+    assert found.encoded_now == [moved]
+    assert torch.equal(found.features, encode(tmp_path / "anew", job).features)
 
 
 def test_features_do_not_depend_on_the_rows_beside_them():
     """The features of a real encoder have the same bits."""
     sizes = {"data__stored_size": 32, "augment__large__size": 32}
     job = job_of(config_of(model__encoder="resnet18", **sizes))
-    (chunk,) = computed(job)(np.arange(13))
-    order = np.array([9, 2, 12])
-    (some,) = computed(job)(order)
-    assert torch.equal(some.features, chunk.features[order])
-
-
-def test_any_number_of_threads_gives_the_same_bits(tmp_path):
-    one, three = (
-        kept(tmp_path / str(threads), job_of(), threads=threads)[0]
-        for threads in (1, 3)
-    )
-    assert torch.equal(one, three)
+    encoder, some = frozen_encoder(job.config), np.array([9, 2, 12])
+    (chunk,) = compute_local(job, encoder, np.arange(13), threads=1)
+    (alone,) = compute_local(job, encoder, some, threads=1)
+    assert torch.equal(alone.features, chunk.features[some])
 
 
 @pytest.mark.parametrize(
@@ -270,21 +240,15 @@ def test_the_cache_holds_what_features_depend_on_and_nothing_else(values, same):
     assert (job_of(override(job.config, values)).folder == job.folder) == same
 
 
-def test_the_cache_changes_with_weights_and_versions(monkeypatch):
+def test_the_cache_changes_with_weights_versions_and_code(monkeypatch):
     job, encoder = job_of(), frozen_encoder(config_of())
     assert feature_job(job.config, job.task, encoder).folder == job.folder
     encoder.layer2[0].conv1.weight.data.view(torch.int32)[0, 0, 0, 0] ^= 1
     folders = {job.folder, feature_job(job.config, job.task, encoder).folder}
     monkeypatch.setattr(features, "version", lambda name: "0.1")
-    assert len(folders | {job_of().folder}) == 3
-
-
-def test_an_image_in_memory_that_changes_is_the_only_one_to_be_encoded(tmp_path):
-    images, seen = [pixels(i) for i in range(40)], []
-    whole, _ = kept(tmp_path, job_of(images=images))
-    images[3] = pixels(99)
-    found, _ = kept(tmp_path, job_of(images=images), seen)
-    assert seen == [[3]] and not torch.equal(found[3], whole[3])
+    folders.add(job_of().folder)
+    monkeypatch.setattr(features, "code_of", lambda *_: {"code": {"mine": "0f"}})
+    assert len(folders | {job_of().folder}) == 4
 
 
 def flip(path):
@@ -296,10 +260,9 @@ def flip(path):
 def narrow(path):
     """Give the vectors of a file half their length."""
     table = pq.read_table(path)
-    values = pa.array(np.zeros(len(table) * 8, np.float32))
-    column = pa.FixedSizeListArray.from_arrays(values, 8)
-    number = table.column_names.index("embedding")
-    pq.write_table(table.set_column(number, "embedding", column), path)
+    half = pa.array([[0.0] * 8] * len(table), pa.list_(pa.float32(), 8))
+    place = table.column_names.index("embedding")
+    pq.write_table(table.set_column(place, "embedding", half), path)
 
 
 DAMAGE = {
@@ -314,132 +277,127 @@ DAMAGE = {
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_file_is_noticed_and_computed_again(tmp_path, caplog, damage):
     """One line. Kills: damage that is fatal, or that is believed."""
-    job, seen = job_of(), []
-    whole, _ = kept(tmp_path, job)
+    job = job_of()
+    whole = encode(tmp_path, job)
     _, second, _ = parts(tmp_path)
     DAMAGE[damage](second)
-    found, reasons = kept(tmp_path, job, seen)
-    assert torch.equal(found, whole) and not any(reasons)
-    assert seen == [list(range(16, 32))]
+    again = encode(tmp_path, job)
+    assert torch.equal(again.features, whole.features)
+    assert again.encoded_now == [*range(16, 32)]
     (line,) = caplog.messages
-    assert second.name in line and tmp_path.name in line and "\n" not in line
-    assert len(parts(tmp_path)) == 3 and not second.exists()
-    assert torch.equal(kept(tmp_path, job, seen)[0], whole) and len(seen) == 1
+    assert re.fullmatch(rf".*{tmp_path.name}/{job.folder}/{second.name}.*", line)
+    assert second not in parts(tmp_path)
+    assert encode(tmp_path, job).encoded_now == []
 
 
-def test_a_full_disk_is_one_line_that_names_the_option(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
-    )
-    with pytest.raises(StorageError, match=r"No space left.*--compute\.cache"):
-        kept(tmp_path, job_of())
+def test_a_cache_that_cannot_be_written_is_one_line_before_any_work(tmp_path):
+    (tmp_path / "file").write_text("")
+    job, compute = job_of(), Mock()
+    with pytest.raises(StorageError, match=r"^[^\n]*--compute\.cache[^\n]*$"):
+        cached_features(
+            FeatureCache(Storage(str(tmp_path / "file" / "cache")), job), compute
+        )
+    compute.assert_not_called()
 
 
 def test_files_are_written_by_size_or_time(tmp_path, monkeypatch):
     """Kills: a file for each chunk of a million rows."""
     monkeypatch.setattr(features, "PART_SECONDS", 1e9)
     job = job_of()
-    whole, _ = kept(tmp_path / "one", job)
+    encode(tmp_path / "one", job)
     monkeypatch.setattr(features, "PART_BYTES", 4 * 30 * 4 * 16)  # of 30 rows
-    found, _ = kept(tmp_path / "two", job)
+    whole = encode(tmp_path / "two", job)
     assert [len(parts(tmp_path / name)) for name in ("one", "two")] == [1, 2]
-    assert torch.equal(found, whole)
-    assert torch.equal(kept(tmp_path / "two", job)[0], whole)
+    assert torch.equal(encode(tmp_path / "two", job).features, whole.features)
 
 
 def test_a_stopped_job_goes_on(tmp_path, monkeypatch):
     """Only what is missing is encoded, to the same bits; progress counts the rest."""
     monkeypatch.setattr(features, "PART_SECONDS", 1e9)
-    job, seen, progress = job_of(), [], []
+    job, progress = job_of(), []
+    encoder = frozen_encoder(job.config)
 
     def stop_after_two(rows):
-        yield from islice(computed(job)(rows), 2)
+        yield from islice(compute_local(job, encoder, rows, 1), 2)
         raise KeyboardInterrupt
 
-    cache = cache_of(tmp_path, job)
+    cache = FeatureCache(Storage(str(tmp_path / "stopped")), job)
     with pytest.raises(KeyboardInterrupt):
         cached_features(cache, stop_after_two)
-    compute = computed(job, seen=seen)
-    found, _ = cached_features(cache, compute, lambda *done: progress.append(done))
-    assert seen == [list(range(32, 40))] and progress == [(32, 40), (40, 40)]
-    assert torch.equal(found, kept(tmp_path / "another", job)[0])
+    found, _ = cached_features(
+        cache,
+        lambda rows: compute_local(job, encoder, rows, 1),
+        lambda *done: progress.append(done),
+    )
+    assert progress == [(32, 40), (40, 40)]
+    assert torch.equal(found, encode(tmp_path / "another", job).features)
 
 
-def test_a_cache_that_cannot_be_written_is_one_line_before_any_work(tmp_path):
-    (tmp_path / "file").write_text("")
-    seen = []
-    with pytest.raises(StorageError, match=r"^[^\n]*--compute\.cache[^\n]*$"):
-        kept(tmp_path / "file" / "cache", job_of(), seen)
-    assert not seen
-
-
-def test_images_that_cannot_be_read_are_tried_again(tmp_path):
+def test_images_that_cannot_be_read_or_have_changed_are_encoded_again(tmp_path):
     """Their neighbors in the batch keep their features."""
     good = [encoded(pixels(i)) for i in range(40)]
     images = [*good]
     images[3], images[17] = b"broken", np.zeros((4, 4), np.uint8)
-    job, seen = job_of(images=images), []
-    whole, _ = kept(tmp_path / "good", job_of(images=good))
-    for _ in range(2):
-        found, reasons = kept(tmp_path, job, seen)
-        assert [i for i, reason in enumerate(reasons) if reason] == [3, 17]
-        others = np.delete(np.arange(40), [3, 17])
-        assert not found[[3, 17]].any() and torch.equal(found[others], whole[others])
-    found, reasons = kept(tmp_path, job_of(images=good), seen)
-    assert torch.equal(found, whole) and not any(reasons)
-    assert seen[1:] == [[3, 17]] * 2
-
-
-def test_files_have_the_format_of_vectors(tmp_path):
-    """``vectors:`` reads the views of each row."""
-    job = job_of()
-    whole, _ = kept(tmp_path, job)
-    rows = read_vectors(cache_of(tmp_path, job).path)
-    place = find_rows(rows.ids, job.task.rows.ids[:40].to_pylist())
-    own = [place[str(job.task.rows.ids[row])] for row in range(40)]
-    values, reasons = rows.images.vectors(np.array(own))
-    train = torch.from_numpy(job.task.is_train)
-    assert torch.equal(values[train], whole[train]) and not any(reasons)
-    assert torch.equal(values[:, 0], whole[:, 0])
+    whole = encode(tmp_path / "good", job_of(images=good)).features
+    expected = whole.clone()
+    expected[[3, 17]] = 0
+    encode(tmp_path, job_of(images=images))
+    found = encode(tmp_path, job_of(images=images))
+    assert [i for i, reason in enumerate(found.reasons) if reason] == [3, 17]
+    assert torch.equal(found.features, expected)
+    repaired = encode(tmp_path, job_of(images=good))
+    assert torch.equal(repaired.features, whole)
+    assert not any(repaired.reasons)
+    assert found.encoded_now == repaired.encoded_now == [3, 17]
+    good[5] = encoded(pixels(99))
+    changed = encode(tmp_path, job_of(images=good))
+    assert changed.encoded_now == [5]
+    assert not torch.equal(changed.features[5], whole[5])
 
 
 def test_an_encoder_that_gives_nan_is_refused(tmp_path):
     job = job_of()
     encoder = frozen_encoder(job.config)
     nn.init.constant_(encoder.conv1.weight, float("nan"))
-    with pytest.raises(
-        ConfigError, match=r"^model\.encoder resnet_small returns non-finite numbers$"
-    ):
-        kept(tmp_path, job, encoder=encoder)
+    with pytest.raises(ConfigError, match=r"^model\.encoder resnet_small .*non-finite"):
+        encode(tmp_path, job, encoder)
     assert not parts(tmp_path)
 
 
-def test_where_features_are_kept(monkeypatch):
+@pytest.mark.parametrize(
+    ("variables", "option", "expected"),
+    [
+        ({}, "", "/home/me/.cache/uno"),
+        ({"XDG_CACHE_HOME": "/x"}, "", "/x/uno"),
+        ({"XDG_CACHE_HOME": "/x", "UNO_CACHE": "/c"}, "", "/c"),
+        ({"UNO_CACHE": "/c"}, "~/mine", "/home/me/mine"),
+        ({"UNO_CACHE": "/c"}, "s3://b/c", "s3://b/c"),
+    ],
+)
+def test_where_features_are_kept(monkeypatch, variables, option, expected):
     """The option says it, then the variable, then the user's cache directory."""
-    monkeypatch.setenv("HOME", "/home/me")
-    for name in (filesystem.CACHE_VARIABLE, "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    assert features.cache_directory(config_of()) == "/home/me/.cache/uno"
-    for name, expected in (("XDG_CACHE_HOME", "/x/uno"), ("UNO_CACHE", "/x")):
-        monkeypatch.setenv(name, "/x")
-        assert features.cache_directory(config_of()) == expected
-    for given, expected in (("~/c", "/home/me/c"), ("s3://b/c", "s3://b/c")):
-        config = config_of(compute__cache=given)
-        assert features.cache_directory(config) == expected
+    monkeypatch.delenv("UNO_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    for name, value in ({"HOME": "/home/me"} | variables).items():
+        monkeypatch.setenv(name, value)
+    config = config_of(**({"compute__cache": option} if option else {}))
+    assert features.cache_directory(config) == expected
 
 
 def compute_in_child(folder, slow):
-    """What the processes of the next test run."""
-    features.CHUNK_ROWS, features.ROWS_AT_ONCE, features.PART_SECONDS = CHUNK, 6, -1.0
+    """What the processes of the next test run: chunks, and after the first one a pause
+    without end if ``slow``.
+    """
+    features.CHUNK_ROWS, features.PART_SECONDS = CHUNK, -1.0
     job = job_of()
 
     def compute(rows):
-        for count, chunk in enumerate(computed(job)(rows)):
-            if slow and count:
-                signal.pause()
+        for chunk in compute_local(job, frozen_encoder(job.config), rows, 1):
             yield chunk
+            if slow:
+                signal.pause()
 
-    cached_features(cache_of(folder, job), compute)
+    cached_features(FeatureCache(Storage(folder), job), compute)
 
 
 @pytest.mark.slow
@@ -455,62 +413,30 @@ def test_a_killed_process_and_two_at_once(tmp_path):
         environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
         return subprocess.Popen([sys.executable, "-c", code], cwd=root, env=environment)
 
-    child = start(True)
-    for _ in range(1200):
-        if parts(tmp_path) or child.poll() is not None:
-            break
-        threading.Event().wait(0.1)
+    child = start(slow=True)
+    while not parts(tmp_path) and child.poll() is None:
+        time.sleep(0.1)
     child.kill()
     assert child.wait() == -signal.SIGKILL
-    job, seen = job_of(), []
-    assert len(cache_of(tmp_path, job).read()[1]) == 24
+    job = job_of()
+    assert len(FeatureCache(Storage(str(tmp_path)), job).read()[1]) == 24
     assert [child.wait() for child in (start(False), start(False))] == [0, 0]
-    found, _ = kept(tmp_path, job, seen)
-    assert not seen and torch.equal(found, kept(tmp_path / "anew", job)[0])
-
-
-ENCODER = """
-from torch import nn
-
-class Mine(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer, self.num_features = nn.Conv2d(3, 16, 3), 16
-    def forward(self, images):
-        return self.layer(images).relu().mean(dim=(2, 3)) * {factor}
-"""
-
-
-def test_the_cache_changes_with_the_code_of_a_callable(tmp_path, monkeypatch):
-    """Same weights, another ``forward``, in the module of the callable or that of
-    its layers.
-    """
-    monkeypatch.chdir(tmp_path)
-    config, folders = config_of(model__encoder="mine_factory:build"), []
-    Path("mine_factory.py").write_text(
-        "from mine_layers import Mine\ndef build(): return Mine()\n"
-    )
-    for factor in (1, 1, 2):
-        Path("mine_layers.py").write_text(ENCODER.format(factor=factor))
-        for name in ("mine_factory", "mine_layers"):
-            sys.modules.pop(name, None)
-        task = make_task(read_digits(), config.data)
-        folders.append(feature_job(config, task, frozen_encoder(config)).folder)
-    assert folders[0] == folders[1] != folders[2]
+    found = encode(tmp_path, job)
+    assert found.encoded_now == []
+    assert torch.equal(found.features, encode(tmp_path / "anew", job).features)
 
 
 def folder_job(folder):
-    """40 images of a folder, half of them without a label: BMP files, all of one
-    size.
-    """
-    config = config_of(
-        data__source=f"folder:{folder}", data__known_classes="a,b", data__limit=None
+    """40 images of a folder, half of them without a label."""
+    return job_of(
+        config_of(
+            data__source=f"folder:{folder}", data__known_classes="a,b", data__limit=None
+        )
     )
-    rows = read_rows(config.data)
-    return feature_job(config, make_task(rows, config.data), frozen_encoder(config))
 
 
 def write_bitmaps(folder, numbers, first_seed=0):
+    """Write BMP files, which all have the same size."""
     for number in numbers:
         path = folder / "abcd"[number // 10] / f"{number:02}.bmp"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -518,42 +444,30 @@ def write_bitmaps(folder, numbers, first_seed=0):
 
 
 def test_a_file_that_is_overwritten_or_added_is_the_only_one_to_be_encoded(tmp_path):
-    """Of the same size. Kills: sizes that stand for content."""
-    data, cache, seen = tmp_path / "data", tmp_path / "cache", []
+    """Of the same size. Files that were moved, or copied with their times, keep their
+    features. Kills: sizes that stand for content.
+    """
+    data, cache = tmp_path / "data", tmp_path / "cache"
     write_bitmaps(data, range(39))
-    whole, _ = kept(cache, folder_job(data))
-    write_bitmaps(data, [5], 100)
-    write_bitmaps(data, [39])
-    job = folder_job(data)
-    found, _ = kept(cache, job, seen)
-    assert seen == [[5, 39]]
-    assert torch.equal(found, kept(tmp_path / "anew", job)[0])
-    assert not torch.equal(found[5], whole[5]) and torch.equal(found[6:39], whole[6:])
-    kept(cache, folder_job(data), seen)
-    assert len(seen) == 1
-
-
-def test_features_of_images_that_were_moved_are_kept(tmp_path):
-    """Also of a copy with its times."""
-    data, cache, seen = tmp_path / "data", tmp_path / "cache", []
-    write_bitmaps(data, range(40))
-    whole, _ = kept(cache, folder_job(data))
+    encode(cache, folder_job(data))
     shutil.copytree(data, tmp_path / "copied")
     data.rename(tmp_path / "moved")
     for name in ("copied", "moved"):
-        assert torch.equal(kept(cache, folder_job(tmp_path / name), seen)[0], whole)
-    assert not seen
+        assert encode(cache, folder_job(tmp_path / name)).encoded_now == []
+    write_bitmaps(tmp_path / "moved", [5], first_seed=100)
+    write_bitmaps(tmp_path / "moved", [39])
+    job = folder_job(tmp_path / "moved")
+    found = encode(cache, job)
+    assert found.encoded_now == [5, 39]
+    assert torch.equal(found.features, encode(tmp_path / "anew", job).features)
 
 
-def test_remote_files_that_are_named_one_by_one_are_looked_up(tmp_path, monkeypatch):
+def test_remote_files_that_are_named_one_by_one_are_looked_up(bucket):
     """An object that was overwritten is encoded again."""
-    store = pa.fs.SubTreeFileSystem(str(tmp_path), pa.fs.LocalFileSystem())
-    monkeypatch.setattr(filesystem, "_connect", lambda host, options: (store, ""))
-    names = [f"{number}.png" for number in range(3)]
-    for name in names:
-        (tmp_path / name).write_bytes(encoded(pixels(0)))
-    images = Files.of([f"s3://bucket/{name}" for name in names], [(-1, -1)] * 3)
-    before = features.image_versions(images, np.arange(3)).to_pylist()
-    os.utime(tmp_path / names[1], (1e9, 1e9))
-    after = features.image_versions(images, np.arange(3)).to_pylist()
-    assert [a == b for a, b in zip(before, after, strict=True)] == [True, False, True]
+    write_images(bucket, ["a.png", "b.png"])
+    images = Files.of(["s3://bucket/a.png", "s3://bucket/b.png"], [(-1, -1)] * 2)
+    before = features.image_versions(images, np.arange(2))
+    os.utime(bucket / "b.png", (1e9, 1e9))
+    after = features.image_versions(images, np.arange(2))
+    assert after[0] == before[0]
+    assert after[1] != before[1]

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.fs
 import pyarrow.parquet as pq
 import pytest
 
@@ -20,7 +19,15 @@ from uno.data.splits import make_task
 from uno.data.unreadable import check_bad, name_bad
 from uno.report.facts import read_facts
 
-from .builders import encoded, failure, hf_table, pixels, write_images
+from .builders import (
+    assert_refused,
+    encoded,
+    failure,
+    hf_table,
+    pixels,
+    read,
+    write_images,
+)
 
 NAMES = ["a.png", "sub/b.png", "sub/c.png"]
 PATHS_AND_LABELS = [("a.png", "cat"), ("sub/b.png", "dog"), ("sub/c.png", "")]
@@ -47,39 +54,33 @@ def csv_text(separator: str = ",", header: tuple[str, str] = ("path", "label")) 
     return "\r\n".join(lines) + "\r\n"
 
 
-def read(source: str, **settings: object):
-    """Return the rows of a source."""
-    return read_rows(DataConfig(source=source, **settings))
+def read_task(source: str, **settings: object):
+    """Return the rows of a source as the data of a run."""
+    config = DataConfig(source=str(source), num_novel=1, **settings)
+    return make_task(read_rows(config), config)
 
 
-def refusal(source: str, **settings: object) -> str:
-    """Return the line with which a source is refused as the data of a run."""
-    config = DataConfig(source=source, num_novel=1, **settings)
-    return failure(lambda: make_task(read_rows(config), config))
-
-
+@pytest.mark.parametrize("name", ["t.csv", "t.tsv"])
 @pytest.mark.parametrize("separator", [";", "\t", "|"])
-def test_a_separator_other_than_the_comma_is_recognized_and_noted(folder, separator):
-    rows = read(write_table(folder, csv_text(separator)))
+def test_a_separator_other_than_the_comma_is_recognized_and_noted(
+    folder, separator, name
+):
+    write_table(folder, csv_text(separator), name)
+    rows = read(folder / name)
     assert rows.labels.to_pylist() == ["cat", "dog", None]
     assert "separated by" in rows.notes[0]
 
 
-def test_a_comma_inside_a_semicolon_table_is_text(folder):
-    text = "path;label;note, free\na.png;cat;1,5\n"
-    assert read(write_table(folder, text)).labels.to_pylist() == ["cat"]
-
-
-def test_a_file_that_ends_in_tsv_is_a_table(folder):
-    write_table(folder, csv_text("\t"), "t.tsv")
-    assert read(str(folder / "t.tsv")).labels.to_pylist() == ["cat", "dog", None]
-
-
-def test_spaces_around_column_names_and_before_values_do_not_count(folder):
-    rows = read(
-        write_table(folder, 'path, label \na.png, cat\nsub/b.png, "dog, big"\n')
-    )
-    assert rows.labels.to_pylist() == ["cat", "dog, big"]
+@pytest.mark.parametrize(
+    ("text", "labels"),
+    [
+        ("path;label;note, free\na.png;cat;1,5\n", ["cat"]),
+        ('path, label \na.png, cat\nsub/b.png, "dog, big"\n', ["cat", "dog, big"]),
+    ],
+    ids=["a comma in a table of semicolons", "spaces around names, before values"],
+)
+def test_commas_and_spaces_that_are_text_or_nothing(folder, text, labels):
+    assert read(write_table(folder, text)).labels.to_pylist() == labels
 
 
 @pytest.mark.parametrize(
@@ -88,40 +89,46 @@ def test_spaces_around_column_names_and_before_values_do_not_count(folder):
 def test_encodings_with_a_byte_order_mark_are_read(folder, encoding):
     mark = "\ufeff" if encoding in ("utf-16-le", "utf-16-be") else ""
     text = mark + csv_text().replace("cat", "Gehäuse")
-    assert (
-        read(write_table(folder, text, encoding=encoding)).labels.to_pylist()[0]
-        == "Gehäuse"
-    )
+    rows = read(write_table(folder, text, encoding=encoding))
+    assert rows.labels.to_pylist() == ["Gehäuse", "dog", None]
 
 
-@pytest.mark.parametrize("encoding", ["cp1252", "latin-1"])
+@pytest.mark.parametrize(
+    ("encoding", "label", "facts"),
+    [
+        ("cp1252", "Gehäuse", ["not UTF-8", "line 3", "CSV UTF-8", "iconv"]),
+        ("latin-1", "Gehäuse", ["not UTF-8", "line 3", "CSV UTF-8", "iconv"]),
+        ("utf-16-le", "house", ["UTF-16"]),
+    ],
+)
 def test_another_encoding_is_refused_with_the_line_and_the_way_to_save(
-    folder, encoding
+    folder, encoding, label, facts
 ):
-    source = write_table(
-        folder, csv_text().replace("dog", "Gehäuse"), encoding=encoding
-    )
-    line = refusal(source)
-    assert (
-        "not UTF-8" in line
-        and "line 3" in line
-        and "CSV UTF-8" in line
-        and "iconv" in line
-    )
+    text = csv_text().replace("dog", label)
+    assert_refused(facts, read, write_table(folder, text, encoding=encoding))
 
 
-def test_utf_16_without_a_mark_is_refused_by_name(folder):
-    assert "UTF-16" in refusal(write_table(folder, csv_text(), encoding="utf-16-le"))
+@pytest.mark.parametrize(
+    ("settings", "fact"),
+    [
+        ({"columns": "file"}, "columns must be as path=file,label=kind"),
+        ({"columns": "picture=file"}, "columns must be as path=file,label=kind"),
+        ({"columns": "image="}, "columns must be as path=file,label=kind"),
+        ({"columns": "path=a,image=b"}, "path and image are the same"),
+        ({"image_suffix": "png"}, "image_suffix must begin with a dot"),
+    ],
+)
+def test_settings_of_a_table_that_mean_nothing_are_refused(settings, fact):
+    with pytest.raises(ValueError, match=fact):
+        DataConfig(**settings)
 
 
 def test_path_and_image_are_one_column():
     assert DataConfig(columns="path=file").named_columns == {"image": "file"}
-    with pytest.raises(ValueError, match="path and image are the same"):
-        DataConfig(columns="path=a,image=b")
 
 
 @pytest.mark.parametrize(
-    ("header", "parts"),
+    ("header", "facts"),
     [
         (
             ("path", "class"),
@@ -138,70 +145,64 @@ def test_path_and_image_are_one_column():
         (("path", "Label"), ("'Label' is not label", "--data.columns label=Label")),
     ],
 )
-def test_a_table_of_other_columns_is_refused_with_the_option(folder, header, parts):
-    line = refusal(write_table(folder, csv_text(header=header)))
-    assert all(part in line for part in parts)
+def test_a_table_of_other_columns_is_refused_with_the_option(folder, header, facts):
+    assert_refused(facts, read_task, write_table(folder, csv_text(header=header)))
 
 
-def test_parquet_and_arrays_without_a_label_name_the_likely_column(tmp_path):
+def test_parquet_without_a_label_names_the_likely_column(tmp_path):
     table = pa.table({"image": [b"x"], "species": ["a"]})
     pq.write_table(table, tmp_path / "t.parquet")
-    assert "--data.columns label=species" in refusal(f"parquet:{tmp_path}")
-    np.savez(tmp_path / "v.npz", features=np.ones((4, 2), "f4"), y=np.arange(4))
-    assert "--data.columns label=y" in refusal(f"vectors:{tmp_path}/v.npz")
+    assert "--data.columns label=species" in failure(read_task, f"parquet:{tmp_path}")
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("path", "file"),
     [
-        lambda path: path.replace("/", "\\"),
-        lambda path: path.replace("é", "%C3%A9"),
-        lambda path: unicodedata.normalize("NFD", path),
+        ("été\\b.png", "été/b.png"),
+        ("%C3%A9t%C3%A9/b.png", "été/b.png"),
+        (unicodedata.normalize("NFD", "été/b.png"), "été/b.png"),
+        ("file://{folder}/été/b.png", "été/b.png"),
+        ("a\\b.png", "a\\b.png"),
+    ],
+    ids=["Windows", "URL", "macOS", "file URL", "a backslash in a name"],
+)
+def test_paths_as_other_programs_write_them_lead_to_the_file(tmp_path, path, file):
+    write_images(tmp_path, ["été/b.png", "a\\b.png", "a/b.png"])
+    path = path.replace("{folder}", str(tmp_path))
+    rows = read(write_table(tmp_path, f"path,label\n{path},cat\n"))
+    assert os.path.samefile(rows.images[0], tmp_path / file)
+
+
+@pytest.mark.parametrize(
+    ("path", "is_refused"),
+    [
+        ("file://{folder}/secret.png", True),
+        ("..\\secret.png", False),
+        ("..%2Fsecret.png", False),
     ],
 )
-def test_paths_as_other_programs_write_them_lead_to_the_file(tmp_path, change):
-    """Backslashes of Windows, percent signs of URLs, accents of macOS."""
-    write_images(tmp_path, ["été/b.png"])
-    source = write_table(tmp_path, f"path,label\n{change('été/b.png')},cat\n")
-    assert os.path.samefile(read(source).images[0], tmp_path / "été/b.png")
-
-
-def test_a_file_whose_name_has_a_backslash_is_found_as_it_is(tmp_path):
-    write_images(tmp_path, ["a\\b.png", "a/b.png"])
-    rows = read(write_table(tmp_path, "path,label\na\\b.png,cat\n"))
-    assert rows.images[0].endswith("a\\b.png")
-
-
-def test_other_spellings_stay_inside_the_folder(tmp_path):
+def test_other_spellings_stay_inside_the_folder(tmp_path, path, is_refused):
     write_images(tmp_path, ["secret.png", "data/a.png"])
-    for path in ("..\\secret.png", "..%2Fsecret.png", f"file://{tmp_path}/secret.png"):
-        source = write_table(tmp_path / "data", f"path,label\na.png,x\n{path},cat\n")
-        rows = failure(read, source, may_pass=True)
-        assert rows is None or "outside the folder" in rows or "is a URL" in rows
-        if rows is None:
-            assert not os.path.exists(read(source).images[1])
-
-
-def test_a_file_url_inside_the_folder_is_a_path(folder):
-    source = write_table(folder, f"path,label\nfile://{folder}/sub/b.png,cat\n")
-    assert os.path.samefile(read(source).images[0], folder / "sub/b.png")
+    path = path.replace("{folder}", str(tmp_path))
+    table = write_table(tmp_path / "data", f"path,label\na.png,x\n{path},cat\n")
+    if is_refused:
+        assert "outside the folder" in failure(read, table)
+    else:
+        assert not os.path.exists(read(table).images[1])
 
 
 def test_an_image_folder_and_an_ending_complete_the_paths(folder):
     (folder / "tables").mkdir()
     source = write_table(folder / "tables", "path,label\nb,cat\nc.PNG,dog\n")
-    line = refusal(source)
-    assert "none of its 2 images" in line
-    assert "--data.image-folder" in line and "--data.image-suffix" in line
+    options = ["--data.image-folder", "--data.image-suffix"]
+    assert_refused(["none of its 2 images", *options], read, source)
     rows = read(source, image_folder=str(folder / "sub"), image_suffix=".png")
     assert rows.images[0] == os.path.realpath(folder / "sub/b.png")
     assert os.path.basename(rows.images[1]) == "c.PNG"
-    with pytest.raises(ValueError, match="image_suffix must begin with a dot"):
-        DataConfig(image_suffix="png")
 
 
 @pytest.mark.parametrize(
-    ("path", "parts"),
+    ("path", "facts"),
     [
         ("https://host/a.png", ("is a URL", "download")),
         ("s3://bucket/dir/a.png", ("is a URL", "--data.image-folder s3://bucket/dir")),
@@ -211,28 +212,25 @@ def test_an_image_folder_and_an_ending_complete_the_paths(folder):
     ],
 )
 def test_a_path_that_leads_elsewhere_is_refused_with_a_way_that_fits(
-    folder, path, parts
+    folder, path, facts
 ):
-    line = refusal(write_table(folder, f"path,label\na.png,cat\n{path},dog\n"))
-    assert all(part in line for part in parts) and "(line 3)" in line
-    assert "move it there" not in line or path.startswith("/elsewhere")
+    table = write_table(folder, f"path,label\na.png,cat\n{path},dog\n")
+    assert_refused([*facts, "(line 3)"], read, table)
+    assert ("move it there" in failure(read, table)) <= path.startswith("/elsewhere")
 
 
 def test_paths_of_a_windows_computer_are_named(folder):
-    line = refusal(write_table(folder, "path,label\nC:\\photos\\a.png,cat\n"))
-    assert "Windows" in line and "relative" in line
+    table = write_table(folder, "path,label\nC:\\photos\\a.png,cat\n")
+    assert_refused(["Windows", "relative"], read, table)
 
 
-def test_uris_below_the_folder_of_images_are_read(tmp_path, monkeypatch):
-    remote = pa.fs.SubTreeFileSystem(str(tmp_path), pa.fs.LocalFileSystem())
-    monkeypatch.setattr(filesystem, "_connect", lambda host, options: (remote, ""))
-    write_images(tmp_path / "pets", ["cat/a b.png"])
+def test_uris_below_the_folder_of_images_are_read(bucket):
+    write_images(bucket / "pets", ["cat/a b.png"])
     text = "path,label\ns3://bucket/pets/cat/a b.png,cat\n"
-    write_table(tmp_path / "pets", text)
-    rows = read("table:s3://bucket/pets/t.csv")
-    assert rows.images[0] == "s3://bucket/pets/cat/a%20b.png"
-    local = write_table(tmp_path, text)
-    assert read(local, image_folder="s3://bucket/pets").images[0] == rows.images[0]
+    write_table(bucket / "pets", text)
+    there = read("table:s3://bucket/pets/t.csv")
+    here = read(write_table(bucket, text), image_folder="s3://bucket/pets")
+    assert there.images[0] == here.images[0] == "s3://bucket/pets/cat/a%20b.png"
 
 
 def test_unreadable_rows_of_a_table_have_their_path(folder):
@@ -241,8 +239,8 @@ def test_unreadable_rows_of_a_table_have_their_path(folder):
     task = make_task(read_rows(config.data), config.data)
     gone = os.path.realpath(folder / "sub/gone.png")
     for seconds in (0, 60):
-        messages = [problem.message for problem in check(task, config, seconds)]
-        assert any(f"row-1 ({gone})" in message for message in messages)
+        problems = check(task, config, seconds)
+        assert any(f"row-1 ({gone})" in problem.message for problem in problems)
     _, reasons = decode_many(task.rows.images, 8)
     storage = filesystem.Storage(str(folder / "run"))
     check_bad(task.rows.ids, reasons, 1, storage, task.rows.images)
@@ -253,103 +251,111 @@ def test_unreadable_rows_of_a_table_have_their_path(folder):
 
 def test_rows_of_folders_keep_their_short_names(tmp_path):
     write_images(tmp_path, ["cat/a.png", "dog/b.png"])
-    (tmp_path / "dog/b.png").write_bytes(b"")
-    rows = read(str(tmp_path))
+    rows = read(tmp_path)
     (entry,) = check_bad(rows.ids, [None, "empty"], 1, images=rows.images)
-    assert (
-        entry["uri"] == str(tmp_path / "dog/b.png") and name_bad(entry) == "dog/b.png"
-    )
+    assert entry["uri"] == str(tmp_path / "dog/b.png")
+    assert name_bad(entry) == "dog/b.png"
 
 
 @pytest.mark.parametrize(
-    ("name", "parts"),
+    ("source", "facts"),
     [
-        ("e.csv", ("vectors: reads .parquet, .h5ad, .npy", "np.loadtxt")),
-        ("e.h5", ("vectors: reads", "HDF5")),
-        ("e.safetensors", ("vectors: reads", "np.save")),
-    ],
-)
-def test_vectors_in_other_files_are_refused_with_the_formats_that_are_read(
-    tmp_path, name, parts
-):
-    (tmp_path / name).write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(500))
-    line = refusal(f"vectors:{tmp_path / name}")
-    assert all(part in line for part in parts)
-
-
-@pytest.mark.parametrize(
-    ("name", "part"),
-    [
-        ("v.npy", "--data vectors:"),
-        ("v.npz", "--data vectors:"),
-        ("e.pt", "--data vectors:"),
-        ("cells.h5ad", "--data vectors:"),
-        ("t.xlsx", "CSV UTF-8"),
-        ("photos.zip", "unpack it"),
-        ("shard.tar.gz", "unpack it"),
-        ("t.csv.gz", "unpack it"),
-        ("instances.json", "columns path and label"),
+        ("vectors:{}/e.csv", ["vectors: reads .parquet, .h5ad, .npy", "np.loadtxt"]),
+        ("vectors:{}/e.h5", ["vectors: reads", "HDF5"]),
+        ("vectors:{}/e.safetensors", ["vectors: reads", "np.save"]),
+        ("{}/v.npy", ["--data vectors:"]),
+        ("{}/v.npz", ["--data vectors:"]),
+        ("{}/e.pt", ["--data vectors:"]),
+        ("{}/cells.h5ad", ["--data vectors:"]),
+        ("{}/t.xlsx", ["CSV UTF-8"]),
+        ("{}/photos.zip", ["unpack it"]),
+        ("{}/shard.tar.gz", ["unpack it"]),
+        ("{}/t.csv.gz", ["unpack it"]),
+        ("{}/instances.json", ["columns path and label"]),
     ],
 )
 def test_a_file_of_another_format_is_refused_with_the_way_to_read_it(
-    tmp_path, name, part
+    tmp_path, source, facts
 ):
-    (tmp_path / name).write_bytes(bytes(100))
-    assert part in refusal(str(tmp_path / name))
+    (tmp_path / source.rpartition("/")[2]).write_bytes(b"\x89HDF\r\n" + bytes(500))
+    assert_refused(facts, read, source.format(tmp_path))
 
 
-def test_arrays_of_an_npz_file_are_embeddings_and_columns(tmp_path):
-    values = np.random.default_rng(0).normal(size=(6, 3)).astype("f4")
-    label = np.array(["a", "", "b", "b", "", "a"])
-    arrays = {
-        "label": label,
-        "features": values,
-        "id": np.arange(6),
-        "scale": np.ones(1),
-    }
+VALUES = np.random.default_rng(0).normal(size=(6, 3)).astype("f4")
+KNOWN = np.array(["a", "", "b", "b", "", "a"])
+
+
+@pytest.mark.parametrize(
+    ("arrays", "columns", "labels"),
+    [
+        (
+            {"label": KNOWN, "features": VALUES, "id": np.arange(6), "s": np.ones(1)},
+            "",
+            ["a", None, "b", "b", None, "a"],
+        ),
+        (
+            {"features": VALUES, "y": np.array([0, 1, -1, 0, 1, 1])},
+            "label=y",
+            ["0", "1", None, "0", "1", "1"],
+        ),
+    ],
+)
+def test_arrays_of_an_npz_file_are_embeddings_and_columns(
+    tmp_path, arrays, columns, labels
+):
     np.savez(tmp_path / "v.npz", **arrays)
-    rows = read(f"vectors:{tmp_path}/v.npz")
-    assert (
-        rows.labels.to_pylist() == ["a", None, "b", "b", None, "a"]
-        and str(rows.ids[5]) == "5"
-    )
-    assert np.array_equal(rows.images[5], values[5])
-    np.savez(tmp_path / "v.npz", features=values, y=np.array([0, 1, -1, 0, 1, 1]))
-    rows = read(f"vectors:{tmp_path}/v.npz", columns="label=y")
-    assert rows.labels.to_pylist() == ["0", "1", None, "0", "1", "1"]
+    rows = read(f"vectors:{tmp_path}/v.npz", columns=columns)
+    assert rows.labels.to_pylist() == labels
+    assert str(rows.ids[5]) == ("5" if "id" in arrays else "row-5")
+    np.testing.assert_array_equal(rows.images[5], VALUES[5])
 
 
-def test_embeddings_that_could_be_one_of_two_arrays_are_asked_for(tmp_path):
-    values = np.ones((6, 3), "f4")
-    np.savez(tmp_path / "v.npz", train=values, test=values)
-    line = refusal(f"vectors:{tmp_path}/v.npz")
-    assert "train (6, 3)" in line and "--data.columns embedding=train" in line
-    np.savez(tmp_path / "v.npz", embedding=values, label=np.array(["a"]))
-    assert "array label has the shape (1,)" in refusal(f"vectors:{tmp_path}/v.npz")
-    np.savez(tmp_path / "v.npz", embedding=values, label=np.array(["a", None], object))
-    assert ".astype(str)" in refusal(f"vectors:{tmp_path}/v.npz")
-    np.savez(tmp_path / "v.npz", embedding=values, label=np.array(["a"] * 6))
+@pytest.mark.parametrize(
+    ("arrays", "facts"),
+    [
+        (
+            {"train": VALUES, "test": VALUES},
+            ["train (6, 3)", "--data.columns embedding=train"],
+        ),
+        (
+            {"embedding": VALUES, "label": KNOWN[:1]},
+            ["array label has the shape (1,)"],
+        ),
+        (
+            {"embedding": VALUES, "label": np.array(["a", None], object)},
+            [".astype(str)"],
+        ),
+        ({"embedding": VALUES, "y": KNOWN}, ["--data.columns label=y"]),
+    ],
+    ids=["two embeddings", "shape", "objects", "label of another name"],
+)
+def test_arrays_that_are_not_clear_are_asked_for(tmp_path, arrays, facts):
+    np.savez(tmp_path / "v.npz", **arrays)
+    assert_refused(facts, read_task, f"vectors:{tmp_path}/v.npz")
+
+
+def test_labels_in_an_array_and_in_a_table_are_refused(tmp_path):
+    np.savez(tmp_path / "v.npz", embedding=VALUES, label=KNOWN)
     write_table(tmp_path, "label\n" + "a\n" * 6, "v.csv")
-    assert "both hold label" in refusal(f"vectors:{tmp_path}/v.npz")
+    assert "both hold label" in failure(read, f"vectors:{tmp_path}/v.npz")
 
 
 def test_arrays_without_labels_name_the_file_that_may_hold_them(tmp_path):
-    np.save(tmp_path / "v.npy", np.ones((6, 3), "f4"))
-    assert "v.csv" in refusal(f"vectors:{tmp_path}/v.npy")
+    np.save(tmp_path / "v.npy", VALUES)
+    assert "v.csv" in failure(read_task, f"vectors:{tmp_path}/v.npy")
 
 
 def test_parquet_that_only_names_files_reads_them_or_names_the_option(folder):
     """Hugging Face's struct of bytes and path, without bytes."""
     paths = [{"bytes": None, "path": str(folder / name)} for name in NAMES]
     (folder / "export").mkdir()
-    pq.write_table(
-        hf_table(paths, [0, 0, None], ["x"], "image"), folder / "export/t.parquet"
-    )
-    for read_it in (read, lambda source: read_rows(DataConfig(source=source), True)):
-        line = failure(read_it, f"parquet:{folder}/export")
-        assert "outside the folder" in line and "--data.image-folder" in line
-    assert "store the bytes" in refusal(f"parquet:{folder}/export")
-    rows = read(f"parquet:{folder}/export", image_folder=str(folder))
+    table = hf_table(paths, [0, 0, None], ["x"], "image")
+    pq.write_table(table, folder / "export/t.parquet")
+    source = f"parquet:{folder}/export"
+    facts = ["outside the folder", "--data.image-folder", "store the bytes"]
+    for images_only in (False, True):
+        assert_refused(facts, read, source, images_only)
+    rows = read(source, image_folder=str(folder))
     assert rows.labels.to_pylist() == ["x", "x", None]
     assert rows.images[1] == os.path.realpath(folder / "sub/b.png")
 
@@ -358,74 +364,66 @@ def test_parquet_that_only_names_files_reads_them_or_names_the_option(folder):
 def test_a_folder_of_arrow_files_names_how_to_write_parquet(tmp_path, kind):
     for name in ("data-00000-of-00001.arrow", "dataset_info.json", "state.json"):
         (tmp_path / name).write_bytes(b"{}")
-    assert "Dataset.to_parquet" in refusal(f"{kind}{tmp_path}")
+    assert "Dataset.to_parquet" in failure(read, f"{kind}{tmp_path}")
 
 
 @pytest.fixture
 def linked(tmp_path: Path) -> Path:
-    """A folder 'data' whose images are links to files outside it, in the way of
-    caches.
+    """A folder 'data' with links to two images outside it, a table of them, and links
+    to a Parquet file, in the way of caches; and a folder 'new' of an image.
     """
-    write_images(tmp_path / "store", ["0.png", "1.png"])
-    for name, target in (("cat/a.png", "0.png"), ("dog/b.png", "1.png")):
-        link = tmp_path / "data" / name
-        link.parent.mkdir(parents=True)
-        os.symlink(os.path.relpath(tmp_path / "store" / target, link.parent), link)
+    write_images(tmp_path, ["store/0.png", "store/1.png", "new/c.png"])
+    table = pa.table({"image": [encoded(pixels(0))], "label": ["a"]})
+    pq.write_table(table, tmp_path / "store" / "t.parquet")
+    for name, target in (
+        ("data/cat/a.png", "0.png"),
+        ("data/dog/b.png", "1.png"),
+        ("shards/t.parquet", "t.parquet"),
+    ):
+        (tmp_path / name).parent.mkdir(parents=True)
+        relative = os.path.relpath(tmp_path / "store", (tmp_path / name).parent)
+        (tmp_path / name).symlink_to(f"{relative}/{target}")
+    write_table(tmp_path / "data", "path,label\ncat/a.png,cat\ndog/b.png,dog\n")
     return tmp_path
 
 
-def test_links_out_of_a_folder_are_followed_on_request(linked):
-    write_images(linked, ["new/c.png"])
-    assert "--data.follow-links" in refusal(f"{linked}/data")
-    rows = read(f"{linked}/data", follow_links=True)
-    assert rows.labels.to_pylist() == ["cat", "dog"]
-    assert (
-        decode_many(rows.images, 8)[0][1].numpy() == pixels(1).transpose(2, 0, 1)
-    ).all()
-    both = {"labeled": f"{linked}/data", "unlabeled": f"{linked}/new"}
-    assert "--data.follow-links" in failure(read_rows, DataConfig(**both))
-    assert len(read_rows(DataConfig(**both, follow_links=True))) == 3
-    assert "--data.follow-links" in failure(
-        read_rows, DataConfig(source=f"{linked}/data"), True
-    )
-    followed = DataConfig(source=f"{linked}/data", follow_links=True)
-    assert len(read_rows(followed, True)) == 2
+@pytest.mark.parametrize(
+    ("sources", "num_rows"),
+    [
+        ({"source": "folder:{}/data"}, 2),
+        ({"labeled": "{}/data", "unlabeled": "{}/new"}, 3),
+        ({"source": "table:{}/data/t.csv"}, 2),
+        ({"source": "parquet:{}/shards"}, 1),
+    ],
+)
+@pytest.mark.parametrize("images_only", [False, True])
+def test_links_are_followed_on_request(linked, sources, num_rows, images_only):
+    given = {name: source.format(linked) for name, source in sources.items()}
+    assert "--data.follow-links" in failure(read_rows, DataConfig(**given), images_only)
+    rows = read_rows(DataConfig(**given, follow_links=True), images_only)
+    assert decode_many(rows.images, 8)[1] == [None] * num_rows
 
 
-def test_links_of_tables_and_parquet_are_followed_on_request(linked):
-    source = write_table(linked / "data", "path,label\ncat/a.png,cat\ndog/b.png,dog\n")
-    line = refusal(source)
-    assert "it is a link" in line and "--data.follow-links" in line
-    rows = read(source, follow_links=True)
-    assert decode_many(rows.images, 8)[1] == [None, None]
+def test_a_table_that_follows_links_stays_inside_the_folder(linked):
     escape = write_table(linked / "data", "path,label\n../store/0.png,cat\n", "u.csv")
     assert "outside the folder" in failure(read, escape, follow_links=True)
-    pq.write_table(
-        pa.table({"image": [encoded(pixels(0))], "label": ["a"]}), linked / "t.parquet"
-    )
-    (linked / "shards").mkdir()
-    os.symlink(linked / "t.parquet", linked / "shards/t.parquet")
-    assert "--data.follow-links" in refusal(f"parquet:{linked}/shards")
-    assert len(read(f"parquet:{linked}/shards", follow_links=True)) == 1
 
 
+@pytest.mark.parametrize("follow_links", [False, True])
 @pytest.mark.parametrize("target", ["gone.png", "z.png"])
-def test_a_link_to_nothing_is_an_unreadable_image(tmp_path, target):
+def test_a_link_to_nothing_is_an_unreadable_image(tmp_path, target, follow_links):
     """A file that is gone, and a link to itself."""
     write_images(tmp_path, ["cat/a.png", "dog/b.png"])
-    os.symlink(target, tmp_path / "cat/z.png")
-    for rows in (read(str(tmp_path)), read(str(tmp_path), follow_links=True)):
-        assert rows.ids.to_pylist() == ["cat/a.png", "cat/z.png", "dog/b.png"]
-        assert [reason is None for reason in decode_many(rows.images, 8)[1]] == [
-            True,
-            False,
-            True,
-        ]
+    (tmp_path / "cat/z.png").symlink_to(target)
+    rows = read(tmp_path, follow_links=follow_links)
+    assert rows.ids.to_pylist() == ["cat/a.png", "cat/z.png", "dog/b.png"]
+    first, lost, last = decode_many(rows.images, 8)[1]
+    assert lost and (first, last) == (None, None)
 
 
 def test_loops_of_followed_links_end(tmp_path):
     write_images(tmp_path, ["data/cat/a.png", "data/dog/b.png"])
-    os.symlink("..", tmp_path / "data/cat/up")
-    os.symlink(tmp_path, tmp_path / "data/dog/top")
-    rows = read(str(tmp_path / "data"), follow_links=True)
+    (tmp_path / "data/cat/up").symlink_to("..")
+    (tmp_path / "data/dog/top").symlink_to(tmp_path)
+    rows = read(tmp_path / "data", follow_links=True)
     assert sorted(rows.ids.to_pylist()) == ["cat/a.png", "dog/b.png"]
