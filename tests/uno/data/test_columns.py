@@ -49,9 +49,10 @@ def test_labels_are_counted_indexed_and_joined(words):
 
 def test_a_label_that_is_missing_is_filled():
     """Kills: a label taken for a truth that is given."""
-    other = make_labels(["z", "a", "z", None, None, "b"])
-    expected = ["z", "a", "z", "b", None, "b"]
-    assert fill_labels(other, make_labels(WORDS)).to_pylist() == expected
+    filled = fill_labels(
+        make_labels(["z", "a", "z", None, None, "b"]), make_labels(WORDS)
+    )
+    assert filled.to_pylist() == ["z", "a", "z", "b", None, "b"]
 
 
 def test_rows_are_found_by_their_ids():
@@ -63,26 +64,27 @@ def test_rows_are_found_by_their_ids():
 
 def test_the_fingerprint_tells_data_sets_apart():
     """Kills: a column that is left out, two values that are joined to one."""
-    pixels = np.arange(108, dtype=np.uint8).reshape(9, 2, 2, 3)
-    ids, labels, is_train = (
-        [f"ä{i}" for i in range(9)],
-        [*"ddd", *WORDS],
-        np.ones(9, bool),
-    )
-
-    def fingerprint(ids=ids, pixels=pixels, labels=labels, is_train=is_train):
-        return Rows(
-            make_ids(ids), pixels, make_labels(labels), is_train, "nine"
-        ).fingerprint
-
-    assert fingerprint() == fingerprint(labels=iter(labels))
-    others = [
-        fingerprint(ids=["ä", "0ä1", *ids[2:]]),
-        fingerprint(ids=["ä0ä", "1", *ids[2:]]),
-        fingerprint(labels=[*labels[:-1], None]),
-        fingerprint(labels=[*labels[:-1], ""]),
-        fingerprint(is_train=np.arange(9) != 8),
-        fingerprint(pixels=pixels.reshape(9, 4, 1, 3)),
-        fingerprint(pixels=pixels + np.uint8(1)),
+    given = {
+        "ids": [f"ä{i}" for i in range(9)],
+        "pixels": np.arange(108, dtype=np.uint8).reshape(9, 2, 2, 3),
+        "labels": [*"ddd", *WORDS],
+        "is_train": np.ones(9, bool),
+    }
+    changes = [
+        {},
+        {"ids": ["ä", "0ä1", *given["ids"][2:]]},
+        {"ids": ["ä0ä", "1", *given["ids"][2:]]},
+        {"labels": [*given["labels"][:-1], None]},
+        {"labels": [*given["labels"][:-1], ""]},
+        {"is_train": np.arange(9) != 8},
+        {"pixels": given["pixels"].reshape(9, 4, 1, 3)},
+        {"pixels": given["pixels"] + np.uint8(1)},
     ]
-    assert len({fingerprint(), *others}) == 1 + len(others)
+
+    def fingerprint(ids, pixels, labels, is_train):
+        labels = make_labels(labels)
+        return Rows(make_ids(ids), pixels, labels, is_train, "nine").fingerprint
+
+    found = [fingerprint(**given | change) for change in changes]
+    assert len(set(found)) == len(changes)
+    assert fingerprint(**given | {"labels": iter(given["labels"])}) == found[0]
