@@ -59,7 +59,7 @@ def messages(task, config, level, seconds=0):
 
 
 def test_good_data_has_no_problems():
-    config = override(Config(), {"data.known_classes": "first:5"})
+    config = config_of("first:5", train__batch_size=64)
     task = read_task(config)
     assert check(task, config) == []
     report = format_report(task, [], 32)
@@ -78,12 +78,11 @@ def test_images_that_are_made_tiny_are_named(size, num_named):
     """Views count, not the larger size in which images are stored."""
     config = config_of(augment__large__size=size, data__stored_size=256)
     task = task_of(LABELS, config, [pixels(i, 100, 200) for i in range(40)])
-    found = messages(task, config, "warning")
     line = (
         "images of about 100 px are resized to 33 px, which loses most detail; raise"
         " --image-size (slower)"
     )
-    assert found == [line] * num_named
+    assert messages(task, config, "warning") == [line] * num_named
 
 
 @pytest.mark.parametrize(
@@ -231,16 +230,13 @@ def test_remote_images_are_compared_by_the_check_alone(source):
 def test_every_image_is_decoded_in_the_time_there_is(tmp_path):
     """Broken images are named; the run stops if they are too many."""
     write_classes(tmp_path, "abc", 60, broken=("a/001.png", "b/033.png"))
-    config = config_of(data__source=str(tmp_path), data__max_bad_fraction=0.5)
+    config = config_of(data__source=str(tmp_path), data__max_bad_fraction=0.01)
     task = read_task(config)
-    (message,) = messages(task, config, "warning", 60)
+    (message,) = messages(task, config, "error", 60)
     assert message.startswith("2 of 180 images cannot be read: a/001.png: ")
-    assert "; b/033.png: " in message
+    assert "; b/033.png: " in message and "a run would stop" in message
     *_, message = messages(task, config, "warning", 1e-9)
     assert "images were decoded in 1e-09 s" in message
-    strict = override(config, {"data.max_bad_fraction": 0.01})
-    (message,) = messages(task, strict, "error", 60)
-    assert "a run would stop" in message
 
 
 def test_a_broken_image_of_the_sample_of_a_run_is_named(tmp_path):
@@ -248,8 +244,7 @@ def test_a_broken_image_of_the_sample_of_a_run_is_named(tmp_path):
     config = config_of(data__source=str(tmp_path), train__batch_size=8)
     task = read_task(config)
     (message,) = messages(task, config, "warning")
-    line = "1 of a sample of 15 images are unreadable, e.g. b/002.png"
-    assert message.startswith(line)
+    assert "1 of a sample of 15 images are unreadable, e.g. b/002.png" in message
     assert "14 PNG; sample of 14" in format_report(task, [])
 
 
@@ -272,7 +267,7 @@ def test_the_check_counts_readable_images_only(tmp_path, derived, level, text):
     [
         ("gcd", 4, ["(4)", "--setting ncd"]),
         ("gcd", 5, None),
-        ("ncd", 2, ["(2)", "add unlabeled"]),
+        ("ncd", 2, ["(2)", "; add unlabeled images"]),
         ("ncd", 3, None),
     ],
 )
@@ -285,6 +280,4 @@ def test_clusters_need_more_unlabeled_images(setting, unlabeled, facts):
     task = task_of(["a"] * 5 + ["b"] * 5 + [None] * unlabeled, config)
     errors = messages(task, config, "error")
     assert len(errors) == (facts is not None)
-    for fact in facts or ():
-        assert fact in errors[0]
-    assert ("--setting" in "".join(errors)) == ((setting, unlabeled) == ("gcd", 4))
+    assert all(fact in errors[0] for fact in facts or ())

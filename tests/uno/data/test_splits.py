@@ -35,14 +35,14 @@ def task_of(rows, **config):
     return make_task(rows, DataConfig(**config))
 
 
-def test_benchmark_hides_the_other_labels():
-    task = task_of(read_digits(), known_classes="first:5", num_novel=3)
-    assert (task.known, task.novel, task.num_novel) == (list("01234"), list("56789"), 3)
-    truth = np.array([int(v) for v in task.rows.labels.to_pylist()])
+@pytest.mark.parametrize(("config", "num_novel"), [({}, 5), ({"num_novel": 3}, 3)])
+def test_benchmark_hides_the_other_labels(config, num_novel):
+    task = task_of(read_digits(), known_classes="first:5", **config)
+    assert (task.known, task.novel) == (list("01234"), list("56789"))
+    assert task.num_novel == num_novel
+    truth = np.array(task.rows.labels.to_pylist(), dtype=int)
     assert np.array_equal(task.eval_labels, truth)
-    expected = np.where(task.is_train & (truth < 5), truth, -1)
-    assert np.array_equal(task.labels, expected)
-    assert task_of(read_digits(), known_classes="first:5").num_novel == 5
+    assert np.array_equal(task.labels, np.where(task.is_train & (truth < 5), truth, -1))
 
 
 def test_rows_without_a_label_are_unlabeled():
