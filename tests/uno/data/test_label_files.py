@@ -78,7 +78,10 @@ FILES = {
     ),
     "cvat.xml": (CVAT, {"b.png": "owl", "c.png": "jay"}),
     "t.csv": ("id,image_id,class\n1,a.png,owl\n2,b.png,\n", {"a.png": "owl"}),
-    "t.jsonl": ('{"id": "a.png", "label": "owl"}\n{"id": "b"}', {"a.png": "owl"}),
+    "t.jsonl": (
+        '{"id": "a.png", "label": "h\\u00e9ron"}\n{"id": "b"}',
+        {"a.png": "héron"},
+    ),
     # a text that begins like choices of Label Studio
     "choices.jsonl": (
         json.dumps({"image": "a.png", "choice": '{"choices": 5}'}),

@@ -7,7 +7,6 @@ are read) or ``Refused`` (what the error line names).
 
 import csv
 import io
-import json
 import re
 import tarfile
 from collections import Counter
@@ -22,7 +21,6 @@ import pytest
 
 from uno.config import DataConfig
 from uno.data.decode import decode_many
-from uno.data.embeddings import given_vectors
 from uno.data.sources import read_rows
 
 from .builders import encoded, failure, pixels
@@ -108,13 +106,6 @@ def write_csv(root: Path, rows: Sequence[Row]) -> dict[str, str]:
     return {"source": f"table:{root}/t.csv"}
 
 
-def write_jsonl(root: Path, rows: Sequence[Row]) -> dict[str, str]:
-    write_files(root, {row.name: row.image for row in rows})
-    lines = [json.dumps({"path": row.name, "label": row.label}) for row in rows]
-    (root / "t.jsonl").write_text("\n".join(lines), "utf-8")
-    return {"source": f"table:{root}/t.jsonl"}
-
-
 def write_parquet(root: Path, rows: Sequence[Row]) -> dict[str, str]:
     ids, labels, images = map(list, zip(*rows, strict=True))
     table = pa.table({"id": ids, "label": labels, "image": images})
@@ -135,38 +126,24 @@ def write_tar(root: Path, rows: Sequence[Row]) -> dict[str, str]:
     return {"source": f"tar:{root}"}
 
 
-def numbers(rows: Sequence[Row]) -> np.ndarray:
-    """Vectors float32 (N, 4), not finite for a broken row."""
-    values = np.random.default_rng(0).normal(size=(len(rows), 4)).astype(np.float32)
-    values[[row.image != PNG for row in rows]] = np.nan
-    return values
-
-
 def write_vectors(root: Path, rows: Sequence[Row]) -> dict[str, str]:
-    np.save(root / "t.npy", numbers(rows))
+    """Vectors of broken images are not finite."""
+    values = np.random.default_rng(0).normal(size=(len(rows), 4))
+    values[[row.image != PNG for row in rows]] = np.nan
+    np.save(root / "t.npy", values)
     write_csv_file(root / "t.csv", "id", rows)
     return {"source": f"vectors:{root}/t.npy"}
-
-
-def write_python(root: Path, rows: Sequence[Row]) -> dict[str, str]:
-    """As ``uno.discover(embeddings=X, labels=y, ids=names)`` stores them."""
-    names, labels, _ = zip(*rows, strict=True)
-    given_vectors(numbers(rows), labels, names).store(f"{root}/t.parquet")
-    return {"source": f"vectors:{root}/t.parquet"}
 
 
 WRITERS: dict[str, Callable[[Path, Sequence[Row]], dict[str, str]]] = {
     "folder": write_folder,
     "two folders": write_two_folders,
     "csv": write_csv,
-    "jsonl": write_jsonl,
     "parquet": write_parquet,
     "tar": write_tar,
     "vectors": write_vectors,
-    "python": write_python,
 }
-TABLES = ("csv", "jsonl", "parquet")
-NO_FOLDERS = (*TABLES, "tar", "vectors", "python")
+NO_FOLDERS = ("csv", "parquet", "tar", "vectors")
 ROWS = labeled(LABELS)
 SITUATIONS = {
     "missing label": ROWS,
@@ -181,7 +158,8 @@ EXPECTED: dict[str, dict[str, Right | Refused]] = {
     "missing label": dict.fromkeys(WRITERS, Right(LABELS)),
     "one broken file": dict.fromkeys(WRITERS, Right(LABELS, 1, r"\be\b")),
     "lost label": {
-        **dict.fromkeys(TABLES, Right([*LABELS, "cat"], 1, "gone.png")),
+        "csv": Right([*LABELS, "cat"], 1, "gone.png"),
+        "parquet": Right([*LABELS, "cat"], 1, "gone.png"),
         "tar": Right(LABELS, named="gone.cls"),
     },
     "numbers as labels": dict.fromkeys(NO_FOLDERS, Right(["0", "0", "1", "1", None])),
