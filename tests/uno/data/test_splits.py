@@ -45,22 +45,15 @@ def test_benchmark_hides_the_other_labels(config, num_novel):
     assert np.array_equal(task.labels, np.where(task.is_train & (truth < 5), truth, -1))
 
 
-def test_rows_without_a_label_are_unlabeled():
-    rows = rows_of(["b", None, "a", None, "a", "c", None], ["train"] * 4 + ["test"] * 3)
-    task = task_of(rows, num_novel=2)
-    assert (task.known, task.novel, task.num_novel) == (["a", "b"], ["c"], 2)
-    assert task.labels.tolist() == [1, -1, 0, -1, -1, -1, -1]
-    assert task.eval_labels.tolist() == [1, -1, 0, -1, 0, 2, -1]
-
-
 def test_eval_labels_are_never_labels():
     """An unlabeled row of a known class stays unlabeled, whatever its truth is."""
-    split, truth = ["train"] * 4 + ["test"], [None, "c", "a", "b", "d"]
-    rows = rows_of(["a"] + [None] * 4, split, eval_labels=make_labels(truth))
+    split, truth = ["train"] * 4 + ["test"] * 2, [None, "c", "a", "b", "d", None]
+    labels = ["a", None, None, None, None, "c"]
+    rows = rows_of(labels, split, eval_labels=make_labels(truth))
     task = task_of(rows, num_novel=2)
     assert (task.known, task.novel) == (["a"], ["b", "c", "d"])
-    assert task.labels.tolist() == [0, -1, -1, -1, -1]
-    assert task.eval_labels.tolist() == [0, 2, 0, 1, 3]
+    assert task.labels.tolist() == [0, -1, -1, -1, -1, -1]
+    assert task.eval_labels.tolist() == [0, 2, 0, 1, 3, 2]
     changed = replace(rows, eval_labels=make_labels(truth[::-1]))
     assert task_of(changed, num_novel=2).labels.tolist() == task.labels.tolist()
     assert rows.fingerprint == changed.fingerprint

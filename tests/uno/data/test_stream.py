@@ -21,7 +21,6 @@ from tests.uno.small_run import (
 from uno.config import DataConfig, override
 from uno.data import stream as module
 from uno.data.columns import make_ids, make_labels
-from uno.data.decode import prefetch_map
 from uno.data.files import Storage
 from uno.data.rows import Rows
 from uno.data.sources import read_rows
@@ -161,19 +160,3 @@ def test_evaluation_leaves_out_and_lists_unreadable_images(tmp_path):
     rows = module.streaming_eval_sets(task, source)["train"]
     assert sum(len(truth) for _, truth in rows.batches(3)) == len(rows.truth) - 1 == 19
     assert source.bad.rows == [4]
-
-
-def test_ahead_keeps_order_and_stops():
-    """Kills: results in the order of completion, a pool that outlives its consumer."""
-    started = []
-
-    def work(item):
-        started.append(item)
-        return 1 / (50 - item)
-
-    results = prefetch_map(work, iter(range(100)), 3, 4)
-    assert [next(results) for _ in range(3)] == [1 / 50, 1 / 49, 1 / 48]
-    results.close()
-    assert len(started) <= 3 + 4 + 1
-    with pytest.raises(ZeroDivisionError):
-        list(prefetch_map(work, iter(range(100)), 2, 3))
