@@ -44,13 +44,20 @@ def read_task(config):
     return make_task(read_rows(config.data), config.data)
 
 
-def write_classes(folder, classes, num, broken=()):
-    """Write ``num`` images 000.png, 001.png, ... of each class; of those named in
-    ``broken`` only the beginning.
-    """
+def write_classes(folder, classes, num):
+    """Write ``num`` images 000.png, 001.png, ... of each class."""
     write_images(folder, [f"{c}/{i:03}.png" for c in classes for i in range(num)])
+
+
+def broken_task(folder, classes, num, broken, **overrides):
+    """Return the task of a folder and its configuration. Of the images named in
+    ``broken`` there is only the beginning.
+    """
+    write_classes(folder, classes, num)
     for name in broken:
         (folder / name).write_bytes((folder / name).read_bytes()[:60])
+    config = config_of(data__source=str(folder), **overrides)
+    return read_task(config), config
 
 
 def messages(task, config, level, seconds=0):
@@ -229,9 +236,8 @@ def test_remote_images_are_compared_by_the_check_alone(source):
 
 def test_every_image_is_decoded_in_the_time_there_is(tmp_path):
     """Broken images are named; the run stops if they are too many."""
-    write_classes(tmp_path, "abc", 60, broken=("a/001.png", "b/033.png"))
-    config = config_of(data__source=str(tmp_path), data__max_bad_fraction=0.01)
-    task = read_task(config)
+    broken = ["a/001.png", "b/033.png"]
+    task, config = broken_task(tmp_path, "abc", 60, broken, data__max_bad_fraction=0.01)
     (message,) = messages(task, config, "error", 60)
     assert message.startswith("2 of 180 images cannot be read: a/001.png: ")
     assert "; b/033.png: " in message and "a run would stop" in message
@@ -240,9 +246,7 @@ def test_every_image_is_decoded_in_the_time_there_is(tmp_path):
 
 
 def test_a_broken_image_of_the_sample_of_a_run_is_named(tmp_path):
-    write_classes(tmp_path, "abc", 5, broken=["b/002.png"])
-    config = config_of(data__source=str(tmp_path), train__batch_size=8)
-    task = read_task(config)
+    task, config = broken_task(tmp_path, "abc", 5, ["b/002.png"], train__batch_size=8)
     (message,) = messages(task, config, "warning")
     assert "1 of a sample of 15 images are unreadable, e.g. b/002.png" in message
     assert "14 PNG; sample of 14" in format_report(task, [])
@@ -254,10 +258,9 @@ def test_a_broken_image_of_the_sample_of_a_run_is_named(tmp_path):
 )
 def test_the_check_counts_readable_images_only(tmp_path, derived, level, text):
     """A run leaves unreadable images out, and derives a derived batch size again."""
-    write_classes(tmp_path, "abcd", 10, broken=["c/003.png"])
-    values = {"data__source": str(tmp_path), "data__max_bad_fraction": 0.1}
-    config = config_of(train__batch_size=40, **values)
-    problems = check(read_task(config), config, seconds=60, batch_is_derived=derived)
+    values = {"train__batch_size": 40, "data__max_bad_fraction": 0.1}
+    task, config = broken_task(tmp_path, "abcd", 10, ["c/003.png"], **values)
+    problems = check(task, config, seconds=60, batch_is_derived=derived)
     assert any(p.level == level and text in p.message for p in problems)
     assert any(p.level == "error" for p in problems) != derived
 

