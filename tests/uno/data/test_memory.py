@@ -2,7 +2,6 @@
 of (seed, step).
 """
 
-from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 
@@ -189,21 +188,20 @@ def test_labels_belong_to_their_images():
 
 def test_a_step_takes_different_cached_views_of_a_row():
     """The evaluation view is one of them. Other steps and seeds have other views."""
-    source, views_of_row = batches(HEADS, viewed_rows()), defaultdict(set)
-    counts = np.zeros(1 + VIEWS)
+    source, chosen = batches(HEADS, viewed_rows()), set()
     for step in range(20):  # 4 epochs and a half
         batch = source(step)
-        assert batch.num_large == len(batch.views) == 3
+        assert batch.num_large == 3
         found = torch.stack(batch.views)[:, :, 0].long()
-        rows, views = found % 1000, found // 1000
-        assert (rows == rows[0]).all() and torch.equal(rows[0, 12:] - 100, batch.rows)
-        assert torch.equal(batch.labels, rows[0, :12] % 5)
-        for row, some in zip(rows[0].tolist(), views.T.tolist(), strict=True):
-            assert len(set(some)) == 3
-            views_of_row[row].add(tuple(some))
-        counts += np.bincount(views.flatten(), minlength=1 + VIEWS)
-    assert sum(len(some) > 1 for some in views_of_row.values()) > 150
-    assert counts.min() > 0.8 * counts.mean()
+        rows, views = found[0] % 1000, found // 1000
+        assert torch.equal(found - 1000 * views, rows.expand(3, 24))  # of one row each
+        assert torch.equal(batch.labels, rows[:12] % 5)
+        assert torch.equal(batch.rows, rows[12:] - 100)
+        chosen.update(zip(rows.tolist(), *views.tolist(), strict=True))
+    assert len(chosen) > 200 + 150  # most of the 200 rows have other views later
+    assert all(len({*views}) == 3 for _, *views in chosen)
+    counts = np.bincount([view for _, *views in chosen for view in views])
+    assert len(counts) == 1 + VIEWS and counts.min() > 0.8 * counts.mean()
     assert not same(batches(with_seed_1(HEADS), viewed_rows())(3), source(3))
 
 
