@@ -1,8 +1,7 @@
 """Every source in every situation: read exactly as it should be, or refused in one
 line.
 
-``EXPECTED`` is a table of situations and sources. An outcome is ``Right`` (which rows
-are read) or ``Refused`` (what the error line names).
+``SITUATIONS`` is a table of situations and of the sources in which they can occur.
 """
 
 import csv
@@ -10,7 +9,7 @@ import io
 import re
 import tarfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,12 +48,6 @@ class Right(NamedTuple):
     labels: Sequence[Label]
     unreadable: int = 0
     named: str = ""
-
-
-class Refused(NamedTuple):
-    """Regular expressions for what the line names: file or row, and the fix."""
-
-    words: Sequence[str]
 
 
 def labeled(labels: Sequence[Label]) -> list[Row]:
@@ -145,47 +138,38 @@ WRITERS: dict[str, Callable[[Path, Sequence[Row]], dict[str, str]]] = {
 }
 NO_FOLDERS = ("csv", "parquet", "tar", "vectors")
 ROWS = labeled(LABELS)
-SITUATIONS = {
-    "missing label": ROWS,
-    "one broken file": [*ROWS[:-1], Row("e.png", None, PNG[:20])],
-    "lost label": [*ROWS, Row("gone.png", "cat", None)],
-    # as pandas has them: the gap makes floats of integers
-    "numbers as labels": labeled([0.0, 0.0, 1.0, 1.0, None]),
-    "other numbers": labeled([0.5, 0.5, 1.0, 1.0, None]),
-    "odd names": ODD,
-}
-EXPECTED: dict[str, dict[str, Right | Refused]] = {
-    "missing label": dict.fromkeys(WRITERS, Right(LABELS)),
-    "one broken file": dict.fromkeys(WRITERS, Right(LABELS, 1, r"\be\b")),
-    "lost label": {
-        "csv": Right([*LABELS, "cat"], 1, "gone.png"),
-        "parquet": Right([*LABELS, "cat"], 1, "gone.png"),
-        "tar": Right(LABELS, named="gone.cls"),
-    },
-    "numbers as labels": dict.fromkeys(NO_FOLDERS, Right(["0", "0", "1", "1", None])),
-    "other numbers": dict.fromkeys(
-        NO_FOLDERS, Refused([r"row \d|t.tar#\w", r"0\.5", r'df\["label"\]\.astype'])
+LOST = [*ROWS, Row("gone.png", "cat", None)]
+SITUATIONS: dict[str, tuple[Sequence[Row], Iterable[str], Right]] = {
+    # the rows, the sources that can hold them, and what is read
+    "missing label": (ROWS, WRITERS, Right(LABELS)),
+    "one broken file": (
+        [*ROWS[:-1], Row("e.png", None, PNG[:20])],
+        WRITERS,
+        Right(LABELS, 1, r"\be\b"),
     ),
-    "odd names": dict.fromkeys(WRITERS, Right([row.label for row in ODD])),
+    "lost label in a table": (
+        LOST,
+        ("csv", "parquet"),
+        Right([*LABELS, "cat"], 1, "gone.png"),
+    ),
+    "lost label in a shard": (LOST, ("tar",), Right(LABELS, named="gone.cls")),
+    # as pandas has them: the gap makes floats of integers
+    "numbers as labels": (
+        labeled([0.0, 0.0, 1.0, 1.0, None]),
+        NO_FOLDERS,
+        Right(["0", "0", "1", "1", None]),
+    ),
+    "odd names": (ODD, WRITERS, Right([row.label for row in ODD])),
 }
 
 
 @pytest.mark.parametrize(
     ("situation", "source"),
-    [(situation, source) for situation in EXPECTED for source in EXPECTED[situation]],
+    [(name, source) for name, case in SITUATIONS.items() for source in case[1]],
 )
-def test_a_source_is_read_right_or_refused_in_one_line(tmp_path, situation, source):
-    expected = EXPECTED[situation][source]
-
-    def read():
-        config = WRITERS[source](tmp_path, SITUATIONS[situation])
-        return read_rows(DataConfig(**config))
-
-    if isinstance(expected, Refused):
-        line = failure(read)
-        assert all(re.search(word, line) for word in expected.words), line
-        return
-    rows = read()
+def test_a_source_is_read_right(tmp_path, situation, source):
+    given, _, expected = SITUATIONS[situation]
+    rows = read_rows(DataConfig(**WRITERS[source](tmp_path, given)))
     assert Counter(rows.labels.to_pylist()) == Counter(expected.labels)
     vectors = rows.images.vectors(np.arange(len(rows)))
     reasons = decode_many(rows.images, 8)[1] if vectors is None else vectors[1]
@@ -194,3 +178,12 @@ def test_a_source_is_read_right_or_refused_in_one_line(tmp_path, situation, sour
     said = " ".join([*rows.warnings, *map(rows.name_of, bad), *bad.values()])
     assert re.search(expected.named, said)
     assert bool(said) == bool(expected.named)
+
+
+@pytest.mark.parametrize("source", NO_FOLDERS)
+def test_fractions_are_refused_as_labels_in_one_line(tmp_path, source):
+    """The line names the row and the fix."""
+    config = WRITERS[source](tmp_path, labeled([0.5, 0.5, 1.0, 1.0, None]))
+    line = failure(read_rows, DataConfig(**config))
+    for word in (r"row \d|t.tar#\w", r"0\.5", r'df\["label"\]\.astype'):
+        assert re.search(word, line)
