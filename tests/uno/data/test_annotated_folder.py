@@ -1,7 +1,7 @@
 """Folders whose classes are in a table, and folders with other annotations."""
 
 import json
-import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -13,151 +13,126 @@ from uno.data.splits import make_task
 
 from .builders import failure, write_images
 
-NAMES = ["train/a.png", "train/b.png", "train/sub/c.png", "test/d.png"]
+CSV = {
+    "train/metadata.csv": "file_name,label\na.png,cat\nb.png,dog\nsub/c.png,\n",
+    "test/metadata.csv": "file_name,label\nd.png,cat\n",
+}
+JSONL = {
+    "train/metadata.jsonl": '{"file_name": "a.png", "label": "cat"}\n'
+    '{"file_name": "b.png", "label": "dog"}\n{"file_name": "sub/c.png"}',
+    "test/metadata.jsonl": '{"file_name": "d.png", "label": "cat"}',
+}
+ONE_HOT = {
+    "train/_classes.csv": "filename, cat, dog\na.png, 1, 0\nb.png, 0, 1\n"
+    "sub/c.png, 0, 0\n",
+    "test/_classes.csv": "filename, cat, dog\nd.png, 1, 0\n",
+}
+LABELS = {
+    "train/a.png": ("cat", "train"),
+    "train/b.png": ("dog", "train"),
+    "train/sub/c.png": (None, "train"),
+    "test/d.png": ("cat", "test"),
+}
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with three training images and a test image."""
-    write_images(tmp_path, NAMES)
+    write_images(tmp_path, LABELS)
     return tmp_path
 
 
-def write_metadata(folder: Path, suffix: str, key: str = "label") -> None:
-    """Write the table of each split; ``sub/c.png`` has no label."""
-    rows = {
-        "train": [("a.png", "cat"), ("b.png", "dog"), ("sub/c.png", None)],
-        "test": [("d.png", "cat")],
-    }
-    for split, pairs in rows.items():
-        if suffix == "csv":
-            lines = [
-                f"file_name,{key}",
-                *(f"{name},{label or ''}" for name, label in pairs),
-            ]
-        else:
-            lines = [
-                json.dumps({"file_name": name, key: label}) for name, label in pairs
-            ]
-        (folder / split / f"metadata.{suffix}").write_text("\n".join(lines))
+def write_tables(folder: Path, tables: Mapping[str, str]) -> None:
+    for name, text in tables.items():
+        (folder / name).write_text(text)
 
 
-@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+def labels_and_splits(rows):
+    pairs = zip(rows.labels.to_pylist(), rows.split.to_pylist(), strict=True)
+    return dict(zip(rows.ids.to_pylist(), pairs, strict=True))
+
+
+def task_of(source: str, **options: str):
+    config = DataConfig(source=source, num_novel=1, **options)
+    return make_task(read_rows(config), config)
+
+
+@pytest.mark.parametrize("tables", [CSV, JSONL], ids=["csv", "jsonl"])
 @pytest.mark.parametrize("kind", ["", "imagefolder:"])
-def test_metadata_of_an_imagefolder_says_labels_and_splits(folder, suffix, kind):
-    write_metadata(folder, suffix)
+def test_metadata_of_an_imagefolder_says_labels_and_splits(folder, tables, kind):
+    write_tables(folder, tables)
     rows = read_rows(DataConfig(source=f"{kind}{folder}"))
-    label_of = dict(
-        zip(
-            rows.ids.to_pylist(),
-            zip(rows.labels.to_pylist(), rows.split.to_pylist(), strict=True),
-            strict=True,
-        )
-    )
-    assert label_of == {
-        "train/a.png": ("cat", "train"),
-        "train/b.png": ("dog", "train"),
-        "train/sub/c.png": (None, "train"),
-        "test/d.png": ("cat", "test"),
-    }
-    paths = dict(
-        zip(rows.ids.to_pylist(), rows.images.read_images(np.arange(4)), strict=True)
-    )
-    assert paths["train/sub/c.png"] == os.path.realpath(folder / "train/sub/c.png")
+    assert labels_and_splits(rows) == LABELS
+    paths = rows.images.read_images(np.arange(4))
+    assert paths == [f"{folder.resolve()}/{name}" for name in rows.ids.to_pylist()]
+    assert len(read_rows(DataConfig(source=f"{kind}{folder}"), images_only=True)) == 4
+
+
+def test_one_hot_classes_of_roboflow_are_labels(folder):
+    write_tables(folder, ONE_HOT)
+    assert labels_and_splits(read_rows(DataConfig(source=str(folder)))) == LABELS
 
 
 def test_labels_of_another_name_are_found_with_the_option(folder):
-    write_metadata(folder, "csv", key="species")
+    write_tables(folder, {k: t.replace("label", "species") for k, t in CSV.items()})
     rows = read_rows(DataConfig(source=str(folder), columns="label=species"))
-    assert set(rows.labels.to_pylist()) == {"cat", "dog", None}
-    line = failure(_task_of, f"imagefolder:{folder}")
+    assert labels_and_splits(rows) == LABELS
+    line = failure(task_of, f"imagefolder:{folder}")
     assert "--data.columns label=species" in line
-    wrong = DataConfig(source=f"imagefolder:{folder}", columns="label=specie")
-    line = failure(read_rows, wrong)
+    line = failure(task_of, f"imagefolder:{folder}", columns="label=specie")
     assert "label=specie: no such column; it has file_name, species" in line
 
 
 def test_the_number_0_is_a_label(folder):
     names = ["train/a.png", "train/b.png"]
     lines = [json.dumps({"file_name": n, "label": 0, "eval_label": 0}) for n in names]
-    (folder / "metadata.jsonl").write_text("\n".join(lines))
+    write_tables(folder, {"metadata.jsonl": "\n".join(lines)})
     rows = read_rows(DataConfig(source=f"imagefolder:{folder}"))
     assert rows.labels.to_pylist() == rows.eval_labels.to_pylist() == ["0", "0"]
     assert not any("no column" in note for note in rows.notes)
 
 
-def _task_of(source: str):
-    config = DataConfig(source=source, num_novel=1)
-    return make_task(read_rows(config), config)
-
-
 def test_captions_without_labels_leave_class_folders_as_they_are(tmp_path):
     write_images(tmp_path, ["cat/a.png", "dog/b.png"])
-    (tmp_path / "metadata.csv").write_text(
-        "file_name,text\ncat/a.png,a cat\ndog/b.png,a dog\n"
-    )
+    text = "file_name,text\ncat/a.png,a cat\ndog/b.png,a dog\n"
+    write_tables(tmp_path, {"metadata.csv": text})
     rows = read_rows(DataConfig(source=str(tmp_path)))
-    assert rows.source.startswith("folder:") and rows.labels.to_pylist() == [
-        "cat",
-        "dog",
-    ]
+    assert rows.source.startswith("folder:")
+    assert rows.labels.to_pylist() == ["cat", "dog"]
 
 
 def test_images_that_no_table_names_are_counted(folder):
-    write_metadata(folder, "csv")
+    write_tables(folder, CSV)
     write_images(folder, ["train/extra.png"])
-    rows = read_rows(DataConfig(source=str(folder)))
-    (line,) = rows.warnings
+    (line,) = read_rows(DataConfig(source=str(folder))).warnings
     assert "1 image" in line and "train/extra.png" in line
 
 
 def test_an_image_that_a_table_spells_otherwise_is_not_left_out(tmp_path):
-    write_images(tmp_path, ["my cat.png", "dog.png"])
-    (tmp_path / "metadata.csv").write_text(
-        "file_name,label\nmy%20cat.png,cat\ndog.png,dog\n"
-    )
+    write_images(tmp_path, ["my cat.png"])
+    write_tables(tmp_path, {"metadata.csv": "file_name,label\nmy%20cat.png,cat\n"})
     assert not read_rows(DataConfig(source=str(tmp_path))).warnings
 
 
-def test_a_metadata_folder_can_be_predicted(folder):
-    write_metadata(folder, "csv")
-    assert len(read_rows(DataConfig(source=str(folder)), True)) == 4
-
-
-def test_an_imagefolder_without_a_table_or_its_column_is_refused(folder):
-    assert "metadata.csv" in failure(
-        read_rows, DataConfig(source=f"imagefolder:{folder}")
-    )
-    (folder / "metadata.csv").write_text("image,label\ntrain/a.png,cat\n")
-    line = failure(read_rows, DataConfig(source=f"imagefolder:{folder}"))
-    assert "needs a column file_name" in line and "image, label" in line
-
-
-def test_one_hot_classes_of_roboflow_are_labels(folder):
-    (folder / "train/_classes.csv").write_text(
-        "filename, cat, dog\na.png, 1, 0\nb.png, 0, 1\nsub/c.png, 0, 0\n"
-    )
-    (folder / "test/_classes.csv").write_text("filename, cat, dog\nd.png, 0, 1\n")
-    rows = read_rows(DataConfig(source=str(folder)))
-    assert dict(zip(rows.ids.to_pylist(), rows.labels.to_pylist(), strict=True)) == {
-        "train/a.png": "cat",
-        "train/b.png": "dog",
-        "train/sub/c.png": None,
-        "test/d.png": "dog",
-    }
-    assert rows.split.to_pylist().count("test") == 1
-
-
 @pytest.mark.parametrize(
-    ("text", "part"),
+    ("tables", "parts"),
     [
-        ("filename, cat, dog\na.png, 1, 1\n", "line 2: the image has the classes"),
-        ("name, cat\na.png, 1\n", "needs a column filename"),
+        ({}, ["metadata.csv"]),
+        (
+            {"metadata.csv": "image,label\ntrain/a.png,cat\n"},
+            ["needs a column file_name", "image, label"],
+        ),
+        (
+            {"train/_classes.csv": "filename, cat, dog\na.png, 1, 1\n"},
+            ["line 2: the image has the classes"],
+        ),
+        ({"train/_classes.csv": "name, cat\na.png, 1\n"}, ["needs a column filename"]),
     ],
 )
-def test_a_one_hot_table_with_a_mistake_is_refused(folder, text, part):
-    (folder / "train/_classes.csv").write_text(text)
-    assert part in failure(read_rows, DataConfig(source=str(folder)))
+def test_a_folder_without_a_table_or_its_column_is_refused(folder, tables, parts):
+    write_tables(folder, tables)
+    line = failure(read_rows, DataConfig(source=f"imagefolder:{folder}"))
+    assert all(part in line for part in parts)
 
 
 @pytest.mark.parametrize(

@@ -10,22 +10,15 @@ import pytest
 
 from uno.config import Config, DataConfig
 from uno.data.check import check
-from uno.data.decode import decode
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 
 from .builders import encoded, failure, pixels, write_images
 
 
-def read(source: object, **settings: object):
+def read(source: object):
     """Return the rows of a source."""
-    return read_rows(DataConfig(source=str(source), **settings))
-
-
-def refusal(source: object, **settings: object) -> str:
-    """Return the line with which a source is refused as the data of a run."""
-    config = DataConfig(source=str(source), num_novel=1, **settings)
-    return failure(lambda: make_task(read_rows(config), config))
+    return read_rows(DataConfig(source=str(source)))
 
 
 def warnings_of(source: object) -> list[str]:
@@ -35,6 +28,11 @@ def warnings_of(source: object) -> list[str]:
     return [problem.message for problem in check(task, config)]
 
 
+def refusal(source: object) -> str:
+    """Return the line with which a source is refused as the data of a run."""
+    return failure(warnings_of, source)
+
+
 def test_folders_that_a_notebook_leaves_are_no_classes(tmp_path):
     names = [".ipynb_checkpoints/x.png", "cat/.ipynb_checkpoints/1-checkpoint.png"]
     write_images(tmp_path, ["cat/1.png", "dog/2.png", *names])
@@ -42,13 +40,8 @@ def test_folders_that_a_notebook_leaves_are_no_classes(tmp_path):
 
 
 def test_jpeg_files_with_the_ending_of_a_browser_are_images(tmp_path):
-    write_images(tmp_path, ["cat/1.jpg", "dog/2.png"])
-    (tmp_path / "cat/1.jpg").rename(tmp_path / "cat/1.JFIF")
-    rows = read(tmp_path)
-    assert (
-        rows.ids.to_pylist() == ["cat/1.JFIF", "dog/2.png"]
-        and decode(rows.images[0], 8).any()
-    )
+    write_images(tmp_path, ["cat/1.JFIF", "dog/2.png"])
+    assert read(tmp_path).ids.to_pylist() == ["cat/1.JFIF", "dog/2.png"]
 
 
 @pytest.mark.parametrize("word", ["NA", "nan", "None", "N/A"])
@@ -59,9 +52,8 @@ def test_a_class_that_means_missing_is_reported(tmp_path, word):
     line = refusal(table)
     assert f"class '{word}'" in line and "empty" in line
     table.write_text(f"path,label\na.png,cat\nb.png,{word}\nc.png,\n")
-    assert any(
-        f"class '{word}'" in text and "missing" in text for text in warnings_of(table)
-    )
+    warning = f"class '{word}' seems to stand for a missing label"
+    assert any(warning in text for text in warnings_of(table))
 
 
 def test_a_folder_around_the_class_folders_is_refused_with_the_path_to_give(tmp_path):
@@ -73,55 +65,36 @@ def test_a_folder_around_the_class_folders_is_refused_with_the_path_to_give(tmp_
     assert set(read(tmp_path).labels.to_pylist()) == {"Data"}
 
 
-@pytest.mark.parametrize(
-    "names", [("Training", "Testing"), ("train", "test"), ("Train", "Val")]
-)
+@pytest.mark.parametrize("names", [("Training", "Testing"), ("Train", "Val")])
 def test_folders_of_splits_by_other_names_are_no_classes(tmp_path, names):
-    write_images(
-        tmp_path,
-        [f"{split}/{kind}/1.png" for split in names for kind in ("cat", "dog")],
-    )
-    if names == ("train", "test"):
-        assert set(read(tmp_path).labels.to_pylist()) == {"cat", "dog"}
-    else:
-        line = refusal(tmp_path)
-        assert "splits" in line and "rename" in line and "classes:" in line
-        assert set(read(f"classes:{tmp_path}").labels.to_pylist()) == set(names)
+    write_images(tmp_path, [f"{split}/{c}/1.png" for split in names for c in "ab"])
+    line = refusal(tmp_path)
+    assert "splits" in line and "rename" in line and "classes:" in line
+    assert set(read(f"classes:{tmp_path}").labels.to_pylist()) == set(names)
 
 
 def test_test_images_in_a_folder_of_another_name_are_named(tmp_path):
-    write_images(
-        tmp_path,
-        [f"{split}/{kind}/1.png" for split in ("train", "dev") for kind in "ab"],
-    )
+    write_images(tmp_path, ["train/a/1.png", "train/b/1.png", "dev/a/1.png"])
     assert "rename their folder to test" in refusal(tmp_path)
 
 
-@pytest.mark.parametrize("predicted", [False, True])
 @pytest.mark.parametrize(
-    ("paths", "labels"),
-    [
-        (
-            pa.array(["a.png", "b.png"]).dictionary_encode(),
-            pa.array(["x", None]).dictionary_encode(),
-        ),
-        (
-            pa.array(["a.png", "b.png"], pa.string_view()),
-            pa.array(["x", None], pa.string_view()),
-        ),
-    ],
+    "kind", [pa.dictionary(pa.int32(), pa.string()), pa.string_view()], ids=str
+)
+@pytest.mark.parametrize(
+    ("images_only", "labels"), [(False, ["x", None]), (True, [None, None])]
 )
 def test_texts_of_any_arrow_type_are_read_from_parquet(
-    tmp_path, paths, labels, predicted
+    tmp_path, kind, images_only, labels
 ):
     """Arrow has dictionaries, which pandas writes for categories, and views."""
     write_images(tmp_path, ["a.png", "b.png"])
-    pq.write_table(pa.table({"path": paths, "label": labels}), tmp_path / "t.parquet")
-    config = DataConfig(source=str(tmp_path / "t.parquet"))
-    rows = read_rows(config, images_only=predicted)
+    columns = {"path": ["a.png", "b.png"], "label": ["x", None]}
+    schema = pa.schema({"path": kind, "label": kind})
+    pq.write_table(pa.table(columns, schema), tmp_path / "t.parquet")
+    rows = read_rows(DataConfig(source=f"{tmp_path}/t.parquet"), images_only)
     assert rows.images[1] == str((tmp_path / "b.png").resolve())
-    if not predicted:
-        assert rows.labels.to_pylist() == ["x", None]
+    assert rows.labels.to_pylist() == labels
 
 
 def test_images_in_views_of_bytes_are_read_from_parquet(tmp_path):
@@ -165,9 +138,8 @@ def test_an_empty_line_of_labels_is_explained(tmp_path):
 def test_arrays_of_python_objects_are_refused_without_the_advice_to_open_them(
     tmp_path, name
 ):
-    values = np.array([[1.0, 2.0], [3.0]], object)
     save = np.save if name == "v.npy" else np.savez
-    save(tmp_path / name, values)
+    save(tmp_path / name, np.array([[1.0, 2.0], [3.0]], object))
     line = refusal(f"vectors:{tmp_path / name}")
     assert "np.stack" in line and "allow_pickle" not in line
 

@@ -3,7 +3,8 @@
 import errno
 import os
 import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from functools import partial
+from http.server import HTTPServer, SimpleHTTPRequestHandler
 from types import SimpleNamespace
 from unittest.mock import Mock
 from urllib.parse import quote
@@ -19,6 +20,11 @@ from uno.errors import ConfigError, StorageError
 MEMORY = "mock:///run"
 
 
+@pytest.fixture(params=["local", "memory"])
+def storage(request, tmp_path) -> Storage:
+    return Storage(MEMORY if request.param == "memory" else str(tmp_path))
+
+
 @pytest.mark.parametrize("kind", ["local", "not UTF-8", "file URI", "memory"])
 def test_round_trip(kind, tmp_path):
     """Kills: parents that are not made, a URI taken for a path, append that
@@ -27,31 +33,24 @@ def test_round_trip(kind, tmp_path):
     root = str(tmp_path / ("caf\udce9" if kind == "not UTF-8" else "a b") / "run")
     roots = {"memory": MEMORY, "file URI": f"file://{quote(os.fsencode(root))}"}
     storage = Storage(roots.get(kind, root))
-    assert (
-        storage.list() == []
-        and storage.list("checkpoints") == []
-        and not storage.exists("x")
-    )
-    storage.write("checkpoints/step_1/tensors", b"\x00\xff" * 1000)
+    assert storage.list() == storage.list("checkpoints") == []
+    tensors = b"\x00\xff" * 1000
+    storage.write("checkpoints/step_1/tensors", tensors)
     for text in (b"1\n", b"2\n"):
         storage.write("config.yaml", text)
         storage.append("logs/metrics.jsonl", text)
-    assert storage.read("checkpoints/step_1/tensors") == b"\x00\xff" * 1000
-    assert (
-        storage.read("config.yaml") == b"2\n"
-        and storage.read("logs/metrics.jsonl") == b"1\n2\n"
-    )
-    assert storage.list() == ["checkpoints", "config.yaml", "logs"]
+    again = Storage(storage.uri)  # what is handed to workers
+    names = ("checkpoints/step_1/tensors", "config.yaml", "logs/metrics.jsonl")
+    assert [again.read(name) for name in names] == [tensors, b"2\n", b"1\n2\n"]
     with storage.open("logs/metrics.jsonl") as file:
         assert file.read_at(1, 2) == b"2"
     assert storage.exists("checkpoints/step_1") and storage.exists()
+    assert storage.list() == ["checkpoints", "config.yaml", "logs"]
     for name in ("checkpoints", "config.yaml", "config.yaml"):
         storage.delete(name)
     assert storage.list() == ["logs"]
-    if kind != "memory":
-        assert os.path.exists(f"{root}/logs/metrics.jsonl")
-        again = Storage(storage.uri)  # what is handed to workers
-        assert again.is_local and again.read("logs/metrics.jsonl") == b"1\n2\n"
+    is_on_disk = os.path.exists(f"{root}/logs/metrics.jsonl")
+    assert is_on_disk == storage.is_local == (kind != "memory")
 
 
 def test_relative_paths_are_made_absolute(tmp_path, monkeypatch):
@@ -62,14 +61,23 @@ def test_relative_paths_are_made_absolute(tmp_path, monkeypatch):
     assert full_path("s3://bucket/b.png") == "s3://bucket/b.png"
 
 
-def test_bad_uris_and_missing_files_are_storage_errors_of_one_line(tmp_path):
-    """Kills: pyarrow's own exceptions."""
-    for root in ("nothing://bucket/run", "://x"):
-        with pytest.raises(StorageError, match=r"^.*cannot open.*$"):
-            Storage(root)
-    for storage in (Storage(str(tmp_path)), Storage(MEMORY)):
-        with pytest.raises(StorageError, match=r"cannot read .*absent"):
-            storage.read("absent")
+@pytest.mark.parametrize(
+    ("root", "shown"),
+    [
+        ("nothing://bucket/run", "nothing://bucket/run"),
+        ("://x", "://x"),
+        ("/tmp/\ud800", r"/tmp/\\ud800: "),
+    ],
+)
+def test_a_bad_place_is_a_storage_error_of_one_line(root, shown):
+    """Kills: pyarrow's own exceptions, text that no output can hold."""
+    with pytest.raises(StorageError, match=f"^.*cannot open {shown}.*$"):
+        Storage(root)
+
+
+def test_missing_files_and_folders_are_storage_errors(storage, tmp_path):
+    with pytest.raises(StorageError, match=r"cannot read .*absent"):
+        storage.read("absent")
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(StorageError, match=r"cannot list .*file"):
         Storage(str(tmp_path)).list("file")
@@ -95,10 +103,8 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(call, tmp_path, monkeyp
     assert storage.read("state.json") == b"old" and storage.list() == ["state.json"]
 
 
-@pytest.mark.parametrize("where", ["local", "memory"])
-def test_a_failed_stream_leaves_the_old_file(where, tmp_path):
+def test_a_failed_stream_leaves_the_old_file(storage):
     """An overwrite that fails half-way removes or shortens nothing."""
-    storage = Storage(MEMORY if where == "memory" else str(tmp_path))
     storage.write("old.txt", b"old")
     for name in ("old.txt", "new.txt"):
         with pytest.raises(KeyError), storage.create(name) as stream:
@@ -106,12 +112,12 @@ def test_a_failed_stream_leaves_the_old_file(where, tmp_path):
             raise KeyError
     assert storage.read("old.txt") == b"old" and not storage.exists("new.txt")
     with storage.create("old.txt") as stream:
-        stream.write(b"ne")
+        stream.write(b"new")
         assert storage.read("old.txt") == b"old"
-        stream.write(b"w")
+    assert storage.read("old.txt") == b"new"
     with storage.create("empty.txt"):
         pass
-    assert storage.read("old.txt") == b"new" and storage.read("empty.txt") == b""
+    assert storage.read("empty.txt") == b""
 
 
 def test_a_full_temporary_folder_is_named():
@@ -134,22 +140,25 @@ def test_writes_are_flushed_before_they_are_named(tmp_path, monkeypatch):
     assert calls == ["fsync", "replace", "fsync"]
 
 
-def test_errors_of_the_file_system_are_storage_errors():
+@pytest.mark.parametrize(
+    ("action", "more"),
+    [
+        ("exists", ()),
+        ("list", ()),
+        ("read", ()),
+        ("write", (b"",)),
+        ("append", (b"",)),
+        ("delete", ()),
+    ],
+)
+def test_errors_of_the_file_system_are_storage_errors(action, more):
     """Kills: an OSError that passes through any method."""
     storage = Storage(MEMORY)
-    storage._fs = Mock(type_name="mock")
-    for name in (
-        "get_file_info",
-        "open_input_file",
-        "open_output_stream",
-        "create_dir",
-    ):
-        getattr(storage._fs, name).side_effect = OSError("AWS Error ACCESS_DENIED")
-    for action in ("exists", "list", "read", "write", "append", "delete"):
-        with pytest.raises(StorageError, match=r"run.*ACCESS_DENIED"):
-            getattr(storage, action)(
-                "x", *([b""] if action in ("write", "append") else [])
-            )
+    denied = Mock(side_effect=OSError("AWS Error ACCESS_DENIED"))
+    calls = ("get_file_info", "open_input_file", "open_output_stream", "create_dir")
+    storage._fs = Mock(type_name="mock", **dict.fromkeys(calls, denied))
+    with pytest.raises(StorageError, match=r"run.*ACCESS_DENIED"):
+        getattr(storage, action)("x", *more)
 
 
 AWS = "When getting information for key 'k' in bucket 'bucket': AWS Error"
@@ -177,43 +186,32 @@ def test_errors_that_may_pass_are_known_by_their_text(error, passes):
     assert files.is_transient(error) == passes
 
 
-class ThrottledObject(BaseHTTPRequestHandler):
-    """An object store with one object, which refuses the first two of its requests."""
+class ThrottledStore(SimpleHTTPRequestHandler):
+    """An object store of the files in a folder, which refuses two requests at first."""
 
-    content = b"0123456789"
     num_requests = 0
 
-    def do_GET(self):
-        """Answer a request for the object or a range of it."""
+    def send_head(self):
+        """Answer the beginning of any request."""
         type(self).num_requests += 1
-        if self.num_requests <= 2:
-            self.send_response(503)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-            return
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(self.content)))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(self.content)
-
-    def do_HEAD(self):
-        """Answer as to a request for the object, but without its content."""
-        self.do_GET()
+        return super().send_head() if self.num_requests > 2 else self.send_error(503)
 
     def log_message(self, *args):
         """Write nothing to the console."""
 
 
-def test_a_store_that_throttles_is_asked_again(monkeypatch):
+def test_a_store_that_throttles_is_asked_again(tmp_path, monkeypatch):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "none")
-    with HTTPServer(("127.0.0.1", 0), ThrottledObject) as server:
+    Storage(str(tmp_path)).write("bucket/x", b"0123456789")
+    handler = partial(ThrottledStore, directory=tmp_path)
+    with HTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         place = f"endpoint_override=127.0.0.1:{server.server_port}"
         uri = f"s3://bucket/x?region=us-east-1&scheme=http&{place}"
-        assert files.read_bytes(uri, 10) == ThrottledObject.content
+        assert files.read_bytes(uri, 10) == b"0123456789"
         server.shutdown()
+    assert ThrottledStore.num_requests > 2
 
 
 def test_space_is_reserved_where_the_system_has_no_call_for_it(tmp_path, monkeypatch):
@@ -231,17 +229,16 @@ def test_space_is_reserved_where_the_system_has_no_call_for_it(tmp_path, monkeyp
 def test_only_regular_files_are_opened(tmp_path):
     """Kills: a reader that waits for ever at a FIFO, an append to a device."""
     os.mkfifo(tmp_path / "fifo")
-    storage, path = Storage(str(tmp_path)), str(tmp_path / "fifo")
-    for read in (lambda: storage.read("fifo"), lambda: storage.append("fifo", b"1")):
-        with pytest.raises(StorageError, match="fifo: not a regular file"):
-            read()
-    for name in (path, "/dev/zero"):
-        with pytest.raises(ConfigError, match="not a regular file"):
-            read_whole(name, 10)
-
-
-def test_a_file_over_its_limit_is_not_read(tmp_path):
     storage = Storage(str(tmp_path))
+    with pytest.raises(StorageError, match="fifo: not a regular file"):
+        storage.read("fifo")
+    with pytest.raises(StorageError, match="fifo: not a regular file"):
+        storage.append("fifo", b"1")
+    with pytest.raises(ConfigError, match="fifo: not a regular file"):
+        read_whole(str(tmp_path / "fifo"), 10)
+
+
+def test_a_file_over_its_limit_is_not_read(storage):
     storage.write("a.json", b"12345")
     assert storage.read("a.json", 5) == b"12345"
     with pytest.raises(StorageError, match=r"a\.json is larger than 4 bytes"):
@@ -250,33 +247,24 @@ def test_a_file_over_its_limit_is_not_read(tmp_path):
 
 def test_a_small_remote_file_takes_no_more_memory_than_it_has_bytes():
     """A limit of 256 TiB cannot be allocated."""
-    store, path = files.locate("mock:///small.csv")
-    with store.open_output_stream(path) as stream:
-        stream.write(b"path,label")
+    Storage("mock:///").write("small.csv", b"path,label")
     assert files.read_bytes("mock:///small.csv", 2**48) == b"path,label"
     assert files.read_bytes("mock:///small.csv", 3) == b"path"
 
 
-def test_of_two_first_writers_one_writes(tmp_path, monkeypatch):
-    """Kills: a look before the write instead of the file system's own answer."""
-    for storage in (Storage(str(tmp_path)), Storage(MEMORY)):
-        storage.delete("lock.json")
-        assert storage.write_if_absent(
-            "lock.json", b"1"
-        ) and not storage.write_if_absent("lock.json", b"2")
-        assert storage.read("lock.json") == b"1"
-    storage = Storage(str(tmp_path))
-    # both have looked before
-    monkeypatch.setattr(storage, "exists", lambda name: False)
+def test_of_two_first_writers_one_writes(storage):
+    assert storage.write_if_absent("lock.json", b"1")
     assert not storage.write_if_absent("lock.json", b"2")
-    monkeypatch.setattr(
-        os, "link", Mock(side_effect=OSError(errno.EPERM, "no links here"))
-    )
-    assert (
-        storage.write_if_absent("other.json", b"3")
-        and storage.read("other.json") == b"3"
-    )
-    assert sorted(os.listdir(tmp_path)) == ["lock.json", "other.json"]
+    assert storage.read("lock.json") == b"1" and storage.list() == ["lock.json"]
+
+
+def test_of_two_writers_that_have_looked_before_one_writes(tmp_path, monkeypatch):
+    """Kills: a look before the write instead of the file system's own answer."""
+    storage = Storage(str(tmp_path))
+    monkeypatch.setattr(storage, "exists", lambda name: False)
+    assert storage.write_if_absent("lock.json", b"1")
+    assert not storage.write_if_absent("lock.json", b"2")
+    assert storage.read("lock.json") == b"1"
 
 
 @pytest.mark.parametrize(
@@ -295,30 +283,29 @@ def test_any_name_can_be_shown(name, text):
     assert valid_text(name) == text and valid_text(name).encode()
 
 
-def test_a_path_that_is_no_text_is_one_line():
-    with pytest.raises(StorageError, match=r"cannot open /tmp/\\ud800: "):
-        Storage("/tmp/\ud800")
-
-
-def test_json_of_nobody_knows_whom():
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "{"])
+def test_json_that_is_none_or_too_deep_is_a_value_error(text):
     """Kills: RecursionError, which no caller expects."""
-    assert parse_json(b'{"a": [1]}') == {"a": [1]}
-    for text in ("[" * 100_000, '{"a":' * 100_000, "{"):
-        with pytest.raises(ValueError):
-            parse_json(text)
+    with pytest.raises(ValueError):
+        parse_json(text)
+
+
+@pytest.mark.parametrize("end", ["", "/"])
+def test_a_place_below_a_uri_keeps_its_options(end):
+    """Kills: the name behind the options, where it is part of the region."""
+    storage = Storage(f"s3://bucket/run{end}?region=eu-west-1")
+    below = storage.below("pretrain/a b")
+    assert below == "s3://bucket/run/pretrain/a%20b?region=eu-west-1"
+    assert Storage(below).root == "bucket/run/pretrain/a b"
+    assert storage.below("") == storage.uri
 
 
 @pytest.mark.parametrize(
-    "root", ["s3://bucket/run?region=eu-west-1", "s3://bucket/run/?region=eu-west-1"]
+    ("uri", "is_file"),
+    [
+        ("s3://bucket/w.safetensors?region=eu-west-1", True),
+        ("s3://bucket/w?endpoint_override=http://host/w.pt", False),
+    ],
 )
-def test_a_place_below_a_uri_keeps_its_options(root):
-    """Kills: the name behind the options, where it is part of the region."""
-    assert (
-        Storage(root).below("pretrain/a b")
-        == "s3://bucket/run/pretrain/a%20b?region=eu-west-1"
-    )
-    assert Storage(root).below("") == Storage(root).uri
-    part = Storage(Storage(root).below("part"))
-    assert part.root == "bucket/run/part"
-    assert weights.is_file("s3://bucket/w.safetensors?region=eu-west-1")
-    assert not weights.is_file("s3://bucket/w?endpoint_override=http://host/w.pt")
+def test_options_of_a_uri_are_no_part_of_a_file_name(uri, is_file):
+    assert weights.is_file(uri) == is_file

@@ -8,8 +8,8 @@ import pytest
 
 from uno.config import DataConfig
 from uno.data.label_files import read_label_file
+from uno.data.rows import Rows
 from uno.data.sources import read_rows
-from uno.errors import ConfigError
 
 from .builders import failure, write_images
 
@@ -78,7 +78,15 @@ FILES = {
     ),
     "cvat.xml": (CVAT, {"b.png": "owl", "c.png": "jay"}),
     "t.csv": ("id,image_id,class\n1,a.png,owl\n2,b.png,\n", {"a.png": "owl"}),
-    "t.jsonl": ('{"id": "a.png", "label": "owl"}\n{"id": "b"}', {"a.png": "owl"}),
+    "t.jsonl": (
+        '{"id": "a.png", "label": "h\\u00e9ron"}\n{"id": "b"}',
+        {"a.png": "héron"},
+    ),
+    # a text that begins like choices of Label Studio
+    "choices.jsonl": (
+        json.dumps({"image": "a.png", "choice": '{"choices": 5}'}),
+        {"a.png": '{"choices": 5}'},
+    ),
 }
 
 
@@ -89,46 +97,34 @@ def test_a_file_of_each_tool_says_what_people_answered(tmp_path, name):
     assert given.classes == expected and not given.warnings
 
 
-def test_an_image_in_several_classes_has_no_label_and_is_named(tmp_path):
-    tasks = [
-        task("a.png", submitted("owl"), submitted("jay")),
-        task("b.png", submitted("owl", "jay")),
-        task("c.png", submitted("owl")),
-    ]
-    given = read_label_file(write(tmp_path, "l.json", tasks))
-    assert given.classes == {"c.png": "owl"}
-    assert "2 images" in given.warnings[0] and "a.png: owl, jay" in given.warnings[0]
-
-
 SEVERAL, ONE = ({"choices": names} for names in (["owl", "jay"], ["owl"]))
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        (
-            "min.json",
-            [{"image": "a.png", "choice": SEVERAL}, {"image": "b.png", "choice": ONE}],
-        ),
-        (
-            "min.jsonl",
-            "".join(
-                json.dumps({"image": name, "choice": json.dumps(chosen)}) + "\n"
-                for name, chosen in (("a.png", SEVERAL), ("b.png", ONE))
-            ),
-        ),
+EXPORTS = {
+    "annotations.json": [
+        task("a.png", submitted("owl"), submitted("jay")),
+        task("b.png", submitted("owl")),
     ],
-)
-def test_several_choices_of_label_studio_are_several_classes(tmp_path, name, content):
-    """As JSON-MIN has them, and as text in a table. Kills: the key as the class."""
-    given = read_label_file(write(tmp_path, name, content))
-    assert given.classes == {"b.png": "owl"} and "owl, jay" in given.warnings[0]
+    "choices.json": [
+        task("a.png", submitted("owl", "jay")),
+        task("b.png", submitted("owl")),
+    ],
+    # as JSON-MIN has them, and as text in a table
+    "min.json": [
+        {"image": "a.png", "choice": SEVERAL},
+        {"image": "b.png", "choice": ONE},
+    ],
+    "min.jsonl": "\n".join(
+        json.dumps({"image": name, "choice": json.dumps(chosen)})
+        for name, chosen in (("a.png", SEVERAL), ("b.png", ONE))
+    ),
+}
 
 
-def test_a_text_that_begins_like_choices_is_a_class(tmp_path):
-    line = json.dumps({"image": "a.png", "choice": '{"choices": 5}'})
-    given = read_label_file(write(tmp_path, "min.jsonl", line))
-    assert given.classes == {"a.png": '{"choices": 5}'}
+@pytest.mark.parametrize("name", EXPORTS)
+def test_an_image_in_several_classes_has_no_label_and_is_named(tmp_path, name):
+    """Kills: the key of choices as the class."""
+    given = read_label_file(write(tmp_path, name, EXPORTS[name]))
+    assert given.classes == {"b.png": "owl"}
+    assert "1 image" in given.warnings[0] and "a.png: owl, jay" in given.warnings[0]
 
 
 @pytest.mark.parametrize(
@@ -162,31 +158,30 @@ def test_a_text_that_begins_like_choices_is_a_class(tmp_path):
     ],
 )
 def test_a_file_without_clear_labels_is_refused(tmp_path, name, content, part):
-    with pytest.raises(ConfigError, match=part):
-        read_label_file(write(tmp_path, name, content))
+    assert part in failure(read_label_file, write(tmp_path, name, content))
 
 
-def labels_of(source: Path, labels: str) -> tuple[dict[str, str | None], Any]:
-    rows = read_rows(DataConfig(source=f"folder:{source}", labels=labels))
-    return dict(zip(rows.ids.to_pylist(), rows.labels.to_pylist(), strict=True)), rows
+def rows_of(folder: Path, labels: str, images_only: bool = False) -> Rows:
+    return read_rows(DataConfig(source=f"folder:{folder}", labels=labels), images_only)
 
 
 def test_labels_of_a_file_replace_those_of_the_source(tmp_path):
     write_images(tmp_path / "images", ["cat/a.png", "cat/b.png", "c.png"])
     file = write(tmp_path, "l.csv", "id,label\ncat/b.png,owl\nc.png,cat\ngone.png,x\n")
-    labels, rows = labels_of(tmp_path / "images", file)
-    assert labels == {"cat/a.png": "cat", "cat/b.png": "owl", "c.png": "cat"}
+    rows = rows_of(tmp_path / "images", file)
+    assert rows.ids.to_pylist() == ["c.png", "cat/a.png", "cat/b.png"]
+    assert rows.labels.to_pylist() == ["cat", "cat", "owl"]
     assert "1 label" in rows.warnings[-1] and "gone.png" in rows.warnings[-1]
-    source = DataConfig(source=f"folder:{tmp_path}/images", labels=file)
-    assert read_rows(source, images_only=True).labels.null_count == 3
+    assert rows_of(tmp_path / "images", file, images_only=True).labels.null_count == 3
 
 
 def test_numbers_in_a_file_are_classes_as_in_every_source(tmp_path):
     """pandas writes whole numbers as 0.0 where other rows have none."""
     write_images(tmp_path / "images", ["0/a.png", "1/b.png", "c.png", "d.png"])
     file = write(tmp_path, "l.csv", "id,label\nc.png,0.0\nd.png,1.0\n")
-    labels, _ = labels_of(tmp_path / "images", file)
-    assert labels == {"0/a.png": "0", "1/b.png": "1", "c.png": "0", "d.png": "1"}
+    rows = rows_of(tmp_path / "images", file)
+    assert rows.ids.to_pylist() == ["0/a.png", "1/b.png", "c.png", "d.png"]
+    assert rows.labels.to_pylist() == ["0", "1", "0", "1"]
     file = write(tmp_path, "l.csv", "id,label\nc.png,0.5\n")
     config = DataConfig(source=f"folder:{tmp_path}/images", labels=file)
     assert "c.png" in failure(read_rows, config)
@@ -214,21 +209,20 @@ def test_two_spellings_of_a_class_in_file_and_source_are_refused(tmp_path):
 def test_images_are_found_by_their_path_where_the_file_has_no_ids(tmp_path, address):
     write_images(tmp_path, ["new/a.png", "new/b c.png", "new/xb c.png"])
     tasks = [task({"image": address.format(root=tmp_path)}, submitted("owl"))]
-    labels, _ = labels_of(tmp_path / "new", write(tmp_path, "l.json", tasks))
-    assert [name for name, label in labels.items() if label] == ["b c.png"]
+    rows = rows_of(tmp_path / "new", write(tmp_path, "l.json", tasks))
+    assert rows.labels.to_pylist() == [None, "owl", None]
 
 
 def test_a_file_name_of_two_images_is_not_guessed(tmp_path):
     write_images(tmp_path, ["i/x/a.png", "i/y/a.png", "i/y/b.png"])
     tasks = [task({"image": name}, submitted("owl")) for name in ("a.png", "b.png")]
-    labels, rows = labels_of(tmp_path / "i", write(tmp_path, "l.json", tasks))
-    assert labels["y/b.png"] == "owl" and labels["x/a.png"] == "x"
+    rows = rows_of(tmp_path / "i", write(tmp_path, "l.json", tasks))
+    assert rows.labels.to_pylist() == ["x", "y", "owl"]
     assert "a.png" in rows.warnings[-1]
 
 
 def test_labels_of_other_images_are_refused_with_an_example_of_both(tmp_path):
     write_images(tmp_path, ["i/a.png"])
     file = write(tmp_path, "l.csv", "id,label\nb.png,owl\n")
-    config = DataConfig(source=f"folder:{tmp_path}/i", labels=file)
-    line = failure(read_rows, config)
+    line = failure(rows_of, tmp_path / "i", file)
     assert "'b.png'" in line and "'a.png'" in line

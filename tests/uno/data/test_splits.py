@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from uno.config import Config, DataConfig
+from uno.config import Config, DataConfig, override
 from uno.data.columns import make_ids, make_labels
 from uno.data.rows import Rows
 from uno.data.sources import read_digits
@@ -17,7 +17,6 @@ from uno.data.splits import (
     make_task,
     order_classes,
     parse_known_classes,
-    rows_of_classes,
     unlabel,
 )
 
@@ -36,40 +35,26 @@ def task_of(rows, **config):
     return make_task(rows, DataConfig(**config))
 
 
-def refused(rows, **config):
-    return failure(task_of, rows, **config)
-
-
-def test_benchmark_hides_the_other_labels():
-    task = task_of(read_digits(), known_classes="first:5", num_novel=3)
-    assert (task.known, task.novel, task.num_novel) == (list("01234"), list("56789"), 3)
-    truth = np.array([int(v) for v in task.rows.labels.to_pylist()])
+@pytest.mark.parametrize(("config", "num_novel"), [({}, 5), ({"num_novel": 3}, 3)])
+def test_benchmark_hides_the_other_labels(config, num_novel):
+    task = task_of(read_digits(), known_classes="first:5", **config)
+    assert (task.known, task.novel) == (list("01234"), list("56789"))
+    assert task.num_novel == num_novel
+    truth = np.array(task.rows.labels.to_pylist(), dtype=int)
     assert np.array_equal(task.eval_labels, truth)
-    expected = np.where(task.is_train & (truth < 5), truth, -1)
-    assert np.array_equal(task.labels, expected)
-    assert task_of(read_digits(), known_classes="first:5").num_novel == 5
-
-
-def test_rows_without_a_label_are_unlabeled():
-    rows = rows_of(["b", None, "a", None, "a", "c", None], ["train"] * 4 + ["test"] * 3)
-    task = task_of(rows, num_novel=2)
-    assert (task.known, task.novel, task.num_novel) == (["a", "b"], ["c"], 2)
-    assert task.labels.tolist() == [1, -1, 0, -1, -1, -1, -1]
-    assert task.eval_labels.tolist() == [1, -1, 0, -1, 0, 2, -1]
+    assert np.array_equal(task.labels, np.where(task.is_train & (truth < 5), truth, -1))
 
 
 def test_eval_labels_are_never_labels():
     """An unlabeled row of a known class stays unlabeled, whatever its truth is."""
-    split = ["train"] * 4 + ["test"]
-    truth = [None, "c", "a", "b", "d"]
-    rows, changed = (
-        rows_of(["a"] + [None] * 4, split, eval_labels=make_labels(some))
-        for some in (truth, truth[::-1])
-    )
+    split, truth = ["train"] * 4 + ["test"] * 2, [None, "c", "a", "b", "d", None]
+    labels = ["a", None, None, None, None, "c"]
+    rows = rows_of(labels, split, eval_labels=make_labels(truth))
     task = task_of(rows, num_novel=2)
     assert (task.known, task.novel) == (["a"], ["b", "c", "d"])
-    assert task.labels.tolist() == [0, -1, -1, -1, -1]
-    assert task.eval_labels.tolist() == [0, 2, 0, 1, 3]
+    assert task.labels.tolist() == [0, -1, -1, -1, -1, -1]
+    assert task.eval_labels.tolist() == [0, 2, 0, 1, 3, 2]
+    changed = replace(rows, eval_labels=make_labels(truth[::-1]))
     assert task_of(changed, num_novel=2).labels.tolist() == task.labels.tolist()
     assert rows.fingerprint == changed.fingerprint
 
@@ -90,12 +75,20 @@ def test_classes_are_in_the_order_of_the_source_then_of_numbers(
     assert order_classes(names, declared) == expected
 
 
-def test_a_source_declares_known_classes_and_their_order():
-    rows = rows_of(["x", "y", "z"], known=("z",))
-    assert task_of(rows).known == ["z"]
-    assert task_of(rows, known_classes="first:1").known == ["x"]
-    rows = rows_of(["ant", "zebra"], class_names=("zebra", "ant"))
-    assert task_of(rows, known_classes="first:1").known == ["zebra"]
+@pytest.mark.parametrize(
+    ("declared", "config", "known"),
+    [
+        ({"known": ("z",)}, {}, ["z"]),
+        ({"known": ("z",)}, {"known_classes": "first:1"}, ["x"]),
+        ({"class_names": ("z", "x")}, {"known_classes": "first:1"}, ["z"]),
+        # the order of indices does not depend on how they were listed
+        ({}, {"known_classes": "y,x"}, ["x", "y"]),
+    ],
+)
+def test_known_classes_are_those_of_the_option_or_else_of_the_source(
+    declared, config, known
+):
+    assert task_of(rows_of(["x", "y", "z"], **declared), **config).known == known
 
 
 @given(st.lists(st.text(max_size=6), unique=True, max_size=8))
@@ -104,20 +97,21 @@ def test_order_is_total_for_any_names(names):
     assert order_classes(names) == order_classes(reversed(names))
 
 
-def test_known_classes_as_names_and_file(tmp_path, monkeypatch):
-    classes = ["cat", "dog", "a,b", "x"]
-    assert parse_known_classes(" dog , cat ", classes) == {"cat", "dog"}
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (" dog , cat ", {"cat", "dog"}),
+        ("{folder}/names.txt", {"a,b", "x"}),
+        ("names.txt", {"a,b", "x"}),
+        ("dog", {"dog"}),  # a class, although a file has its name
+    ],
+)
+def test_known_classes_as_names_and_file(tmp_path, monkeypatch, value, expected):
     (tmp_path / "names.txt").write_text("a,b\n\n x \n")
-    assert parse_known_classes(str(tmp_path / "names.txt"), classes) == {"a,b", "x"}
-    monkeypatch.chdir(tmp_path)
-    assert parse_known_classes("names.txt", classes) == {"a,b", "x"}
     (tmp_path / "dog").write_text("cat")
-    assert parse_known_classes("dog", classes) == {"dog"}
-    # the order of indices does not depend on how they were listed
-    assert task_of(rows_of(["cat", "dog", "x"]), known_classes="x,cat").known == [
-        "cat",
-        "x",
-    ]
+    monkeypatch.chdir(tmp_path)
+    classes = ["cat", "dog", "a,b", "x"]
+    assert parse_known_classes(value.format(folder=tmp_path), classes) == expected
 
 
 @pytest.mark.parametrize(
@@ -135,7 +129,7 @@ def test_known_classes_as_names_and_file(tmp_path, monkeypatch):
     ],
 )
 def test_known_class_errors(value, text):
-    assert text in refused(rows_of(["cat", "dog", "cow"]), known_classes=value)
+    assert text in failure(task_of, rows_of(["cat", "dog", "cow"]), known_classes=value)
 
 
 def test_a_class_has_a_name_of_some_size_and_classes_a_number(monkeypatch):
@@ -143,7 +137,7 @@ def test_a_class_has_a_name_of_some_size_and_classes_a_number(monkeypatch):
     rows = rows_of(["a", "b", None, None])
     monkeypatch.setattr("uno.data.splits.MAX_CLASSES", 4)
     assert task_of(rows, num_novel=2).num_novel == 2
-    assert "5 classes, more than 4" in refused(rows, num_novel=3)
+    assert "5 classes, more than 4" in failure(task_of, rows, num_novel=3)
     assert "has 301 characters, more than 300: 'xxx" in failure(rows_of, ["x" * 301])
     monkeypatch.setattr("uno.data.rows.MAX_ROWS", 3)
     assert "4 rows, more than 3" in failure(rows_of, ["a"] * 4)
@@ -162,10 +156,22 @@ def test_a_class_has_a_name_of_some_size_and_classes_a_number(monkeypatch):
         (["a", "b"], None, {"num_novel": 2}, "--known-classes first:N"),
         (["a", None], None, {}, "--num-novel"),
         (["a", None], None, {"known_classes": "first:1"}, "--num-novel"),
+        (
+            ["a", "b", "c"],
+            None,
+            {"known_classes": "first:1", "limit": 2},
+            "below the 3 classes",
+        ),
+        (
+            ["a", None],
+            None,
+            {"num_novel": 2, "unlabeled_known_fraction": 0.5},
+            "unlabeled_known_fraction needs --known-classes",
+        ),
     ],
 )
 def test_what_cannot_be_a_task(labels, split, config, text):
-    assert text in refused(rows_of(labels, split), **config)
+    assert text in failure(task_of, rows_of(labels, split), **config)
 
 
 @given(
@@ -180,80 +186,73 @@ def test_limit_is_even_and_keeps_every_class(labels, limit):
     labels = ["a", None, *labels]
     rows = rows_of(labels + labels, ["train"] * len(labels) + ["test"] * len(labels))
     task = task_of(rows, num_novel=2, limit=limit)
+    named = set(labels) - {None}
     for train in (True, False):
-        kept = [
-            label
-            for label, t in zip(
-                task.rows.labels.to_pylist(), task.is_train, strict=True
-            )
-            if t == train
-        ]
+        kept = task.rows.labels.filter(task.is_train == train).to_pylist()
         assert len(kept) == min(limit, len(labels)) and set(kept) == set(labels)
-        named = set(labels) - {None}
         unfilled = [kept.count(c) for c in named if kept.count(c) < labels.count(c)]
         assert all(kept.count(c) <= min(unfilled) + 1 for c in named if unfilled)
         share = len(kept) * labels.count(None) / len(labels)
         assert abs(kept.count(None) - min(share, len(kept) - len(named))) <= 1
-    assert task.rows.images[0].shape == (2, 2, 3)
-    assert [int(name[1:]) for name in task.rows.ids.to_pylist()] == sorted(
-        int(name[1:]) for name in task.rows.ids.to_pylist()
-    )
+    numbers = [int(name[1:]) for name in task.rows.ids.to_pylist()]
+    assert numbers == sorted(numbers)
 
 
-def test_limit_takes_rows_from_all_over_a_class_and_of_every_class():
+def test_limit_takes_rows_from_all_over_a_class():
     task = task_of(rows_of(["a"] * 10 + [None] * 4), num_novel=2, limit=7)
     assert task.rows.ids.to_pylist() == ["r0", "r2", "r4", "r6", "r8", "r10", "r12"]
-    line = refused(read_digits(), known_classes="first:5", limit=9)
-    assert "below the 10 classes" in line
 
 
 def test_a_share_of_each_known_class_loses_its_label():
-    """Always the same rows; the truth stays with evaluation."""
+    """The truth stays with evaluation."""
     options = {"known_classes": "first:5"}
     plain = task_of(read_digits(), **options)
-    mixed, again = (
-        task_of(read_digits(), **options, unlabeled_known_fraction=0.25)
-        for _ in range(2)
-    )
+    mixed = task_of(read_digits(), **options, unlabeled_known_fraction=0.25)
     lost = (plain.labels >= 0) & (mixed.labels < 0)
-    for c in range(5):
-        had = int((plain.labels == c).sum())
-        assert int((lost & (plain.labels == c)).sum()) == round(0.25 * had)
+    had, lacks = (np.bincount(plain.labels[rows]) for rows in (plain.labels >= 0, lost))
+    assert lacks.tolist() == np.round(0.25 * had).tolist()
     assert np.array_equal(mixed.labels[~lost], plain.labels[~lost])
     assert np.array_equal(mixed.eval_labels, plain.eval_labels)
-    assert np.array_equal(mixed.labels, again.labels)
-    # one label of each class stays
+    # always the same rows, and one label of each class stays
     assert unlabel(np.array([0, 0, 1]), 0.99).tolist().count(-1) == 1
-    line = refused(rows_of(["a", None]), num_novel=2, unlabeled_known_fraction=0.5)
-    assert "unlabeled_known_fraction needs --known-classes" in line
 
 
 @pytest.mark.parametrize(
     ("config", "declared", "setting", "why"),
     [
-        ({"num_novel": 2, "method": "rs"}, (), "ncd", "does not go with method rs"),
         (
-            {"known_classes": "first:5"},
+            {"data.num_novel": 2, "method": "rs"},
+            (),
+            "ncd",
+            "does not go with method rs",
+        ),
+        (
+            {"data.known_classes": "first:5"},
             (),
             "ncd",
             "labels of the other classes are hidden",
         ),
         ({}, ("0", "1"), "ncd", "labels of the other"),
         (
-            {"known_classes": "first:5", "unlabeled_known_fraction": 0.5},
+            {"data.known_classes": "first:5", "data.unlabeled_known_fraction": 0.5},
             (),
             "gcd",
             "--data.unlabeled-known-fraction",
         ),
-        ({"num_novel": 2}, (), "gcd", r"GCD \(assumed\): .*pass --data.setting ncd"),
         (
-            {"num_novel": 2, "setting": "ncd"},
+            {"data.num_novel": 2},
+            (),
+            "gcd",
+            r"GCD \(assumed\): .*pass --data.setting ncd",
+        ),
+        (
+            {"data.num_novel": 2, "data.setting": "ncd"},
             (),
             "ncd",
             r"NCD \(--data.setting\): unlabeled images belong to new",
         ),
         (
-            {"known_classes": "first:5", "setting": "gcd"},
+            {"data.known_classes": "first:5", "data.setting": "gcd"},
             (),
             "gcd",
             r"GCD \(--data.setting\): unlabeled images can",
@@ -261,11 +260,7 @@ def test_a_share_of_each_known_class_loses_its_label():
     ],
 )
 def test_the_pile_is_decided_by_where_the_labels_went(config, declared, setting, why):
-    method = {"method": config["method"]} if "method" in config else {}
-    data = DataConfig(
-        **{key: value for key, value in config.items() if key != "method"}
-    )
-    found, reason = decide_setting(Config(data=data, **method), declared)
+    found, reason = decide_setting(override(Config(), config), declared)
     assert found == setting and re.search(why, reason) and "\n" not in reason
 
 
@@ -275,11 +270,10 @@ def test_rows_of_each_known_class_and_hidden_ones_are_held_out():
     options = {"known_classes": "first:5", "validation_fraction": 0.1}
     task = task_of(rows, **options)
     truth, chosen = task.eval_labels, ~task.is_train
-    groups = [truth == c for c in range(5)] + [truth >= 5]
-    for group in groups:
-        assert int(chosen[group].sum()) == round(0.1 * int(group.sum()))
-    assert (task.labels[chosen] == -1).all()
-    assert (task.labels[task.is_train & (truth < 5)] >= 0).all()
+    group = np.minimum(truth, 5)
+    expected = np.round(0.1 * np.bincount(group))
+    assert np.bincount(group[chosen]).tolist() == expected.tolist()
+    assert np.array_equal(task.labels >= 0, task.is_train & (truth < 5))
     labels, hidden = np.array(rows.labels.to_pylist()), np.flatnonzero(truth >= 5)
     labels[hidden] = np.random.default_rng(0).permutation(labels[hidden])
     other = task_of(replace(rows, labels=make_labels(labels)), **options)
@@ -294,23 +288,11 @@ def test_no_row_without_a_label_and_no_last_row_of_a_class_is_held_out():
 
 
 def test_rows_are_held_out_where_no_test_row_is_of_a_known_class():
-    labels = ["a"] * 10 + ["b", "b"] + [None] * 4
-    split = ["train"] * 10 + ["test"] * 2 + ["train"] * 4
+    labels = ["a"] * 10 + [None] * 4 + ["b", "b"]
+    rows = rows_of(labels, ["train"] * 14 + ["test"] * 2)
     options = {"num_novel": 1, "validation_fraction": 0.2}
-    task = task_of(rows_of(labels, split), known_classes="a", **options)
-    assert (~task.is_train)[:10].sum() == 2 and not task.is_train[10:12].any()
-    assert task.is_train[12:].all()
-    kept = task_of(rows_of(labels, split), known_classes="a,b", **options)
-    assert np.flatnonzero(~kept.is_train).tolist() == [10, 11]
-
-
-@pytest.mark.parametrize("num", [0, 1, 5, 7])
-def test_rows_of_classes(num):
-    """As a search for each class by itself. Kills: rows without a class taken for one,
-    rows out of order, a class that has none left out.
-    """
-    labels = np.random.default_rng(0).integers(-1, 6, 200)
-    found = rows_of_classes(labels, num)
-    assert [rows.tolist() for rows in found] == [
-        np.flatnonzero(labels == c).tolist() for c in range(num)
-    ]
+    held = ~task_of(rows, known_classes="a", **options).is_train
+    assert held[:10].sum() == 2
+    assert np.flatnonzero(held[10:]).tolist() == [4, 5]
+    kept = task_of(rows, known_classes="a,b", **options)
+    assert np.flatnonzero(~kept.is_train).tolist() == [14, 15]

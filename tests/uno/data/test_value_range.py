@@ -19,11 +19,12 @@ from uno.data.decode import (
     decode_rgb,
     decode_square_and_rgb,
 )
+from uno.data.files import Storage
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
 from uno.data.value_range import choose_value_range
 
-from .builders import encoded, pixels, write_images
+from .builders import encoded, pixels
 
 GRAY = np.linspace(0, 4095, 64).round().reshape(8, 8)
 FLOATS = np.where(GRAY == 0, np.nan, GRAY / 4095).astype(np.float32)
@@ -45,19 +46,16 @@ def tiff_of_12_bits(values: np.ndarray) -> bytes:
         278: height,
         279: len(data),
     }
-    entries = b"".join(
-        struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items()
-    )
-    header = b"II*\0" + struct.pack("<I", 8 + len(data))
-    return header + data + struct.pack("<H", len(tags)) + entries + bytes(4)
+    entries = [struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items()]
+    table = struct.pack("<H", len(tags)) + b"".join(entries) + bytes(4)
+    return b"II*\0" + struct.pack("<I", 8 + len(data)) + data + table
 
 
 def write_folder(folder: Path, *contents: bytes) -> Path:
     """Write images of two classes, which have the contents in turn."""
     for i in range(8):
-        path = folder / f"class{i % 2}" / f"{i}.tif"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(contents[i % len(contents)])
+        name = f"class{i % 2}/{i}.tif"
+        Storage(str(folder)).write(name, contents[i % len(contents)])
     return folder
 
 
@@ -81,13 +79,13 @@ def task_of(source: object) -> Task:
     ],
 )
 def test_the_range_is_that_of_the_values(tmp_path, contents, expected):
-    found = choose_value_range(task_of(write_folder(tmp_path, *contents)).rows)
-    assert found[0] == pytest.approx(expected, abs=0.02 * (expected[1] - expected[0]))
+    found, _ = choose_value_range(task_of(write_folder(tmp_path, *contents)).rows)
+    assert found == pytest.approx(expected, abs=0.02 * (expected[1] - expected[0]))
 
 
 def test_images_of_8_bits_have_no_range(tmp_path):
-    write_images(tmp_path, [f"{c}/{i}.png" for c in "ab" for i in range(4)])
-    assert choose_value_range(task_of(tmp_path).rows) is None
+    folder = write_folder(tmp_path, encoded(pixels(0)))
+    assert choose_value_range(task_of(folder).rows) is None
 
 
 @pytest.mark.parametrize(
@@ -95,21 +93,20 @@ def test_images_of_8_bits_have_no_range(tmp_path):
 )
 def test_every_way_to_decode_uses_the_range(stored):
     """Values outside the range become black or white."""
-    low, high = 1000, 3000
-    how, image = Decoding(value_range=(low, high)), encoded(stored, "TIFF")
-    expected = (np.clip(GRAY, low, high) - low) * 255 // (high - low)
+    how, image = Decoding(value_range=(1000, 3000)), encoded(stored, "TIFF")
+    expected = (np.clip(GRAY, 1000, 3000) - 1000) * 255 // 2000
     of_square, of_whole = (
         Cropper(0, 0, 1, AugmentConfig(large=ViewConfig(size=8, crop=crop)), 8, how)
         for crop in ("none", "resized")
     )
-    zero = np.zeros(1, np.int64)
-    square = np.zeros((1, 3, 8, 8), np.uint8)
+    zero, square = np.zeros(1, np.int64), np.zeros((1, 3, 8, 8), np.uint8)
     views, _ = of_square.crop(zero, zero, [image], square)
+    square_of_image, rgb = decode_square_and_rgb(image, 8, 8, how)
     for found in (
         decode(image, 8, how)[0],
         decode_rgb(image, 8, how.value_range)[..., 0],
-        decode_square_and_rgb(image, 8, 8, how)[0][0],
-        decode_square_and_rgb(image, 8, 8, how)[1][..., 0],
+        square_of_image[0],
+        rgb[..., 0],
         decode_many([image], 8, 1, how)[0][0, 0].numpy(),
         views.reshape(-1, 3, 8, 8)[0, 0],
         square[0, 0],
@@ -149,13 +146,12 @@ def test_a_dicom_file_is_refused_with_the_way_to_convert_it():
 
 def test_a_model_reads_new_images_by_the_range_of_its_run(tmp_path):
     """The run stores the range, and the same call finds it again."""
-    rng = np.random.default_rng(0)
-    for i in range(48):
-        values = rng.normal(300, 60, (8, 8)).clip(0, 4095)
-        values[:, i % 4 * 2 : i % 4 * 2 + 2] += 1500
+    values = np.random.default_rng(0).normal(300, 60, (48, 8, 8)).clip(0, 4095)
+    for i, image in enumerate(values):
+        image[:, i % 4 * 2 : i % 4 * 2 + 2] += 1500
         name = "new" if i % 4 > 1 or i > 36 else f"known/class{i % 4}"
-        (tmp_path / name).mkdir(parents=True, exist_ok=True)
-        Image.fromarray(values.astype(np.uint16)).save(tmp_path / name / f"{i}.png")
+        content = encoded(image.astype(np.uint16))
+        Storage(str(tmp_path)).write(f"{name}/{i}.png", content)
     settings = dict(
         labeled=tmp_path / "known",
         unlabeled=tmp_path / "new",
