@@ -43,7 +43,6 @@ from uno.results.predictions import (
     MARK,
     PART,
     PredictionWriter,
-    partition_rows,
     predict_rows,
 )
 
@@ -295,17 +294,6 @@ def test_interrupted_work_continues_and_gives_the_same_table(
     assert len(list((output / FOLDER).iterdir())) == 5
 
 
-def test_partitions_of_many_batches_give_the_same_table(
-    tmp_path, monkeypatch, model, digits
-):
-    """Kills: batches that depend on the partition."""
-    small = predict_all(model, digits, tmp_path / "small", embedding=True)
-    monkeypatch.setattr("uno.results.predictions.NUM_PARTITIONS", 1)
-    assert predict_all(model, digits, tmp_path / "large", embedding=True).equals(small)
-    large, small = (list((tmp_path / n / FOLDER).iterdir()) for n in ("large", "small"))
-    assert len(large) < len(small)
-
-
 @pytest.mark.parametrize(
     "mark", [b"{", b"[]", b"{}", b'{"made_from": {"format": 0}, "part_rows": 512}']
 )
@@ -423,8 +411,3 @@ def test_a_callable_that_a_model_names_is_never_the_models_own(
 def test_a_callable_that_a_model_names_is_said(tmp_path, caplog):
     tiny_model(tmp_path, model__encoder="tests.uno.toy_encoders:vit")
     assert "is code: tests.uno.toy_encoders:vit is imported from" in caplog.text
-
-
-def test_partitions_grow_with_the_rows_up_to_a_limit():
-    sizes = [partition_rows(num) for num in (0, 1, 10**5, 10**6, 10**7, 10**9)]
-    assert sizes == [512, 512, 512, 2048, 16384, 16384]
