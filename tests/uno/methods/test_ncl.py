@@ -6,12 +6,11 @@ import torch
 import torch.nn.functional as F
 
 from tests.uno.methods import toy
+from tests.uno.methods.toy import LABELS
 from tests.uno.small_run import fresh_state, small_config
 from uno.data.memory import TrainSet
 from uno.methods import ncl
 from uno.model import build_network
-
-LABELS = [0, 3, 1, 1]
 
 
 def directions(num: int, seed: int) -> torch.Tensor:
@@ -122,29 +121,17 @@ def test_the_step_equals_the_loop(step, total, novel, terms, least):
     )
     similar = [[bool(a @ b > least) for b in first[4:]] for a in first[4:]]
     assert np.sum(similar) == 7 if least == 0.95 else 7 < np.sum(similar) < 25
-    heads = [
-        [toy.probabilities(view) for view in head]
-        for head in (logits.known, logits.novel[:, 0])
-    ]
-    weight = 5 * np.exp(-5 * (1 - min(1, step / total / 0.25)) ** 2)
-    expected = toy.naive_cross_entropy(logits.known[:, :4].numpy(), LABELS)
-    expected += toy.naive_pair_loss(heads[1][0][4:], heads[1][1][4:], similar)
-    expected += weight * sum(toy.naive_mse(*head) for head in heads)
+    weight = 5 * toy.ramp(step / total / 0.25)
+    expected = toy.naive_pairwise(logits, similar, weight)
     expected += 0.1 * naive_class_terms(first[:4], second[:4], known, classes.tolist())
     if "near" in terms:
         hard = [[]] * 5
         if "hard" in terms:
-            shape, generator = (
-                (5, 5, 8 if novel == 3 else 1),
-                torch.Generator().manual_seed(step),
+            shape = 5, 5, 8 if novel == 3 else 1
+            draws = torch.randint(
+                32, shape, generator=torch.Generator().manual_seed(step)
             )
-            hard = naive_hard(
-                first[4:],
-                m,
-                known,
-                torch.randint(32, shape, generator=generator).tolist(),
-                8,
-            )
+            hard = naive_hard(first[4:], m, known, draws.tolist(), 8)
         expected += naive_neighbor_terms(
             first[4:], second[4:], m, 40 // novel // 2, hard
         )

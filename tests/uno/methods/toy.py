@@ -12,6 +12,9 @@ from uno.steps import Batch, TrainState
 TAU = 0.1
 
 
+LABELS = [0, 3, 1, 1]  # of the first rows
+
+
 def step_on(config: Config, logits: Logits, labels: Tensor, state: TrainState) -> float:
     """The loss of the method's step whose network gives ``logits``."""
     # something to differentiate by
@@ -26,14 +29,10 @@ def random_logits(
     num_rows: int, num_known: int, num_novel: int, num_features: int, seed: int = 0
 ) -> Logits:
     """Float64 cosines and features of two views and one head."""
-    generator, shapes = (
-        torch.Generator().manual_seed(seed),
-        ((num_known,), (num_novel,), (num_features,)),
-    )
+    generator = torch.Generator().manual_seed(seed)
     known, novel, features = (
-        torch.rand(2, num_rows, *shape, generator=generator, dtype=torch.float64) * 2
-        - 1
-        for shape in shapes
+        torch.rand(2, num_rows, num, generator=generator, dtype=torch.float64) * 2 - 1
+        for num in (num_known, num_novel, num_features)
     )
     return Logits(known, novel.unsqueeze(1), None, features)
 
@@ -78,6 +77,24 @@ def naive_mse(first: np.ndarray, second: np.ndarray) -> float:
             [(p - q) ** 2 for p, q in zip(first.ravel(), second.ravel(), strict=True)]
         )
     )
+
+
+def ramp(progress: float) -> float:
+    """The weight of a loss that rises until ``progress`` is 1."""
+    return float(np.exp(-5 * (1 - min(1, progress)) ** 2))
+
+
+def naive_pairwise(logits: Logits, similar: np.ndarray, weight: float) -> float:
+    """The objective of RS: labels of known rows, pairs of unlabeled rows, and a
+    weighted consistency of the two views.
+    """
+    known, novel = (
+        [probabilities(view) for view in head[:2]]
+        for head in (logits.known, logits.novel[:, 0])
+    )
+    loss = naive_cross_entropy(logits.known[:2, :4].numpy(), LABELS)
+    loss += naive_pair_loss(novel[0][4:], novel[1][4:], similar)
+    return loss + weight * (naive_mse(*known) + naive_mse(*novel))
 
 
 def probabilities(logits: Tensor) -> np.ndarray:
