@@ -132,6 +132,7 @@ def lose_a_result(request):
         ),
         (["ablation", "--output", "s3://a/b"], "must be a directory"),
         (["ablation", "--cifar10-jpeg", "/nowhere"], "/nowhere"),
+        (["ablation", "--cifar10-jpeg", "/nowhere", "--dry-run"], "/nowhere"),
         pytest.param(
             ["ablation", "--device", "cuda"], "no CUDA device", marks=WITHOUT_GPU
         ),
@@ -167,9 +168,6 @@ def test_what_a_command_line_leads_to(request_of, monkeypatch):
         request(["ablation"])
 
 
-FULL = "sota --scale full --datasets cifar100-20 --rows uno"
-
-
 @pytest.mark.parametrize(
     ("words", "facts"),
     [
@@ -178,7 +176,7 @@ FULL = "sota --scale full --datasets cifar100-20 --rows uno"
             ["8 cells, 0 of them have a result", "digits no-concat seed 1", "minutes"],
         ),
         (
-            FULL,
+            "sota --scale full --datasets cifar100-20 --rows uno",
             [
                 "3 cells, 0 of them have a result",
                 "CIFAR100-20: pretraining 200 epochs, discovery 200 epochs for each",
@@ -197,15 +195,6 @@ def test_a_dry_run_lists_cells_and_cost_and_needs_no_data(
     out = capsys.readouterr().out
     assert [fact for fact in facts if fact not in out] == []
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [("", "needs --cifar100 DIR"), (" --cifar100 /nowhere --dry-run", "/nowhere")],
-)
-def test_data_is_looked_at_before_anything_starts(words, message):
-    with pytest.raises(ConfigError, match=message):
-        main(f"{FULL}{words}".split())
 
 
 def test_pretrainings_come_first_and_nothing_is_repeated(request_of):
