@@ -20,13 +20,6 @@ from safetensors.torch import save_file
 from pipelines import cli
 from pipelines.options import parse
 from reproduce import cells, experiments, tables
-from reproduce.cells import (
-    CellProcess,
-    read_attempts,
-    run_jobs,
-    run_local,
-    run_on_ray,
-)
 from reproduce.command import REPRODUCE, main
 from tests.forked import forked
 from tests.pipelines.small import SMALL, wait_for, write_images
@@ -36,7 +29,6 @@ from uno.data.embeddings import given_vectors
 from uno.encoders.build import build_encoder
 from uno.errors import ConfigError, Interrupted
 from uno.runs import NUMERICS, lock
-from uno.runs.lock import LOCK_FILE
 from uno.session.configure import RAY_JOB
 from uno.threads import available_cpus
 
@@ -85,7 +77,7 @@ def run(request, codes=None):
     commands = Commands(codes or {})
     for folder in ("cells", "pretrain"):
         (request.output / folder).mkdir(parents=True, exist_ok=True)
-    ended = run_jobs(tables.plan(request), request.output, commands, 2)
+    ended = cells.run_jobs(tables.plan(request), request.output, commands, 2)
     return commands, {job.name: attempt for job, attempt in ended}
 
 
@@ -230,13 +222,13 @@ def test_failures_are_noted_and_only_divergence_is_final(request_of):
     diverged, full, stopped = (names_of(request)[run] for run in runs)
     _, told = run(request, {diverged: 3, full: 4, stopped: 75})
     assert told[diverged].reason == f"{diverged} says why"
-    attempts = read_attempts(request.output)
+    attempts = cells.read_attempts(request.output)
     failed = {name for name, attempt in attempts.items() if attempt.failed}
     assert failed == {diverged, full} and stopped in attempts
     assert attempts[diverged].seconds == pytest.approx(told[diverged].seconds, abs=0.01)
     with (request.output / cells.ATTEMPTS).open("a") as file:
         file.write('{"job": "cells/cut short", "sec')
-    assert read_attempts(request.output) == attempts
+    assert cells.read_attempts(request.output) == attempts
     assert {job.name for job in tables.plan(request)} == {full, stopped}
 
 
@@ -249,7 +241,7 @@ def test_a_failed_pretraining_fails_its_cells(request_of):
     lost = {job.name for job in jobs if job.needs == shared}
     assert lost and told.keys() - set(commands.started) == lost
     assert told.keys() == {job.name for job in jobs}
-    attempts = read_attempts(request.output)
+    attempts = cells.read_attempts(request.output)
     reasons = {attempts[name].reason for name in lost}
     assert reasons == {f"pretraining: {shared} says why"}
 
@@ -462,7 +454,7 @@ def test_a_signal_stops_the_queue(tmp_path):
     """Kills: a driver that starts the next cell after SIGTERM, a running cell that is
     not asked to save, a stopped cell that is taken for a failed one.
     """
-    jobs = [CellProcess(f"cells/{i}", Config(), str(i)) for i in range(3)]
+    jobs = [cells.CellProcess(f"cells/{i}", Config(), str(i)) for i in range(3)]
 
     def train(command, log, is_stopping):
         log.write_text("started")
@@ -471,9 +463,9 @@ def test_a_signal_stops_the_queue(tmp_path):
         return Interrupted.exit_code
 
     with pytest.raises(Interrupted):
-        list(run_jobs(jobs, tmp_path, train, 1))
+        list(cells.run_jobs(jobs, tmp_path, train, 1))
     assert [log.stem for log in tmp_path.glob("cells/*.log")] == ["0"]
-    assert not read_attempts(tmp_path)["cells/0"].failed
+    assert not cells.read_attempts(tmp_path)["cells/0"].failed
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
@@ -483,7 +475,7 @@ def test_a_table_is_written_under_a_claim_and_that_of_a_killed_driver_goes(
     """Kills: a lock file that stays for ever once every cell has a result, two drivers
     that write at once.
     """
-    held, lock_file = Mock(), tmp_path / LOCK_FILE
+    held, lock_file = Mock(), tmp_path / lock.LOCK_FILE
     lock_file.write_text('{"token": "of a killed driver"}')
     monkeypatch.setattr(lock, "WATCH_S", 0.0)
     monkeypatch.setattr(tables, "plan", lambda request: [])
@@ -513,7 +505,7 @@ def test_a_process_ends_with_its_driver(tmp_path):
 
     def driver():
         work = ([sys.executable, "-c", CHILD], log, lambda: False)
-        Thread(target=run_local, args=work, daemon=True).start()
+        Thread(target=cells.run_local, args=work, daemon=True).start()
         wait_for(lambda: log.exists() and log.read_text())
 
     def has_ended():
@@ -587,7 +579,7 @@ def test_cells_on_ray(ray_cluster, tmp_path):
 
     def run(name, script, is_stopping=lambda: False):
         command = [sys.executable, "-c", script]
-        return run_on_ray(
+        return cells.run_on_ray(
             ray_cluster, {"num_cpus": 1}, command, tmp_path / name, is_stopping
         )
 

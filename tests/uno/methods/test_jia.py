@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from tests.uno.methods import toy
-from tests.uno.methods.toy import LABELS
 from tests.uno.small_run import fresh_state, small_config
 from uno.errors import ConfigError
 from uno.methods import jia
@@ -25,7 +24,9 @@ def naive_contrast(features: np.ndarray) -> float:
             if (w, j) != (v, i)
         }
         same = [
-            j for j in range(len(LABELS)) if i < len(LABELS) and LABELS[j] == LABELS[i]
+            j
+            for j in range(len(toy.LABELS))
+            if i < len(toy.LABELS) and toy.LABELS[j] == toy.LABELS[i]
         ] or [i]
         positive = [place for place in powers if place[1] in same]
         terms.append(
@@ -53,7 +54,9 @@ def test_the_step_equals_the_loop(step):
     )
     state.extra = {"windows": windows}
     logits.features[:, 6:8] = logits.features[:, 5:6] + 0.3 * logits.features[:, 6:8]
-    found = toy.step_on(small_config(method="jia"), logits, torch.tensor(LABELS), state)
+    found = toy.step_on(
+        small_config(method="jia"), logits, torch.tensor(toy.LABELS), state
+    )
 
     features = logits.features.numpy()
     codes = [

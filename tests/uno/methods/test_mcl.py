@@ -7,10 +7,9 @@ import torch
 from tests.uno.methods import toy
 from tests.uno.small_run import fresh_state, small_config
 from uno.methods import kcl, pairs
-from uno.methods.pairs import PairSimilarity, similar_pairs, similarity_loss
 
 
-def naive_logit(network: PairSimilarity, a: np.ndarray, b: np.ndarray) -> float:
+def naive_logit(network: pairs.PairSimilarity, a: np.ndarray, b: np.ndarray) -> float:
     """One pair through the weights, by hand."""
     left, right = a / np.linalg.norm(a), b / np.linalg.norm(b)
     weights = {
@@ -30,7 +29,7 @@ def test_similarity_equals_the_loop():
     """Kills: features of the same view on both sides, a softplus of the wrong sign,
     pairs of one row.
     """
-    network, features = PairSimilarity(6), torch.randn(2, 5, 6)
+    network, features = pairs.PairSimilarity(6), torch.randn(2, 5, 6)
     labels = torch.tensor([0, 1, 0, 2, 2])
     terms = []
     for i in range(5):
@@ -38,8 +37,8 @@ def test_similarity_equals_the_loop():
             logit = naive_logit(network, features[0, i].numpy(), features[1, j].numpy())
             sign = 1 if labels[i] == labels[j] else -1
             terms.append(np.log1p(np.exp(-sign * logit)))
-            assert bool(similar_pairs(network, features)[i, j]) == (logit > 0)
-    found = similarity_loss(network, features, labels).detach()
+            assert bool(pairs.similar_pairs(network, features)[i, j]) == (logit > 0)
+    found = pairs.similarity_loss(network, features, labels).detach()
     assert float(found) == pytest.approx(np.mean(terms), rel=1e-5)
 
 
@@ -47,7 +46,7 @@ def test_pairs_in_parts_are_the_same_pairs(monkeypatch):
     """Logits and gradients. Kills: a part left out, parts in another order, a side
     that is cut off.
     """
-    network, found = PairSimilarity(6), []
+    network, found = pairs.PairSimilarity(6), []
     features = torch.randn(2, 7, 6, requires_grad=True)
     # all at once; three rows of the left side at a time
     for most in (10**6, 3 * 7 * 24):
@@ -69,7 +68,9 @@ def test_the_step_of_mcl_equals_the_loop():
     network, (first, second) = state.model.novel.auxiliary, logits.features.numpy()
     similar = [[naive_logit(network, a, b) > 0 for b in second[4:]] for a in first[4:]]
     expected = toy.naive_cross_entropy(logits.known[:, :4].numpy(), labels.tolist())
-    expected += float(similarity_loss(network, logits.features[:, :4], labels).detach())
+    expected += float(
+        pairs.similarity_loss(network, logits.features[:, :4], labels).detach()
+    )
     expected += toy.naive_pair_loss(
         *(toy.probabilities(logits.novel[v, 0, 4:]) for v in (0, 1)), similar
     )
@@ -82,7 +83,7 @@ def test_the_similarity_network_learns_without_moving_the_encoder():
     """Kills: features that are not detached, a network that is not trained."""
     state = fresh_state(small_config(method="mcl"))
     features = torch.randn(2, 8, 16, requires_grad=True)
-    similarity_loss(
+    pairs.similarity_loss(
         state.model.novel.auxiliary, features, torch.arange(8) % 2
     ).backward()
     assert (
@@ -117,7 +118,9 @@ def test_the_step_of_kcl_equals_the_loop():
     network, features = state.model.novel.auxiliary, logits.features[:, 4:].numpy()
     first, second = (toy.probabilities(logits.novel[v, 0, 4:]) for v in (0, 1))
     expected = toy.naive_cross_entropy(logits.known[:, :4].numpy(), labels.tolist())
-    expected += float(similarity_loss(network, logits.features[:, :4], labels).detach())
+    expected += float(
+        pairs.similarity_loss(network, logits.features[:, :4], labels).detach()
+    )
     for p, q, own, others in (
         (first, second, *features),
         (second, first, *features[::-1]),

@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 
 from tests.uno.methods import toy
-from tests.uno.methods.toy import LABELS
 from tests.uno.small_run import fresh_state, small_config
 from uno.data.memory import TrainSet
 from uno.methods import ncl
@@ -31,7 +30,7 @@ def log_softmax(cosines: list[float]) -> list[float]:
 def naive_class_terms(query, key, memory, classes) -> float:
     """Of labeled rows, one at a time, over the entries that are there."""
     terms = []
-    for q, k, label in zip(query, key, LABELS, strict=True):
+    for q, k, label in zip(query, key, toy.LABELS, strict=True):
         there = [j for j in range(len(memory)) if classes[j] >= 0]
         log_p = log_softmax([q @ k, *(q @ memory[j] for j in there)])
         positive = [
@@ -112,7 +111,7 @@ def test_the_step_equals_the_loop(step, total, novel, terms, least):
     )
     # a similar pair under this view alone
     logits.features[0, 8] = 2 * logits.features[0, 7] + 0.01
-    found = toy.step_on(config, logits, torch.tensor(LABELS), state)
+    found = toy.step_on(config, logits, torch.tensor(toy.LABELS), state)
 
     (first, second), m, known = (
         F.normalize(logits.features, dim=-1).numpy(),
@@ -138,7 +137,10 @@ def test_the_step_equals_the_loop(step, total, novel, terms, least):
     assert found == pytest.approx(expected, rel=1e-9)
     np.testing.assert_allclose(state.extra["memory"], [*first[4:], *m[:-5]])
     np.testing.assert_allclose(state.extra["labeled_memory"], [*first[:4], *known[:-4]])
-    assert state.extra["labeled_classes"].tolist() == [*LABELS, *classes.tolist()[:-4]]
+    assert state.extra["labeled_classes"].tolist() == [
+        *toy.LABELS,
+        *classes.tolist()[:-4],
+    ]
 
 
 def test_the_other_view_and_the_memories_have_no_gradient():

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from tests.uno.methods import toy
-from tests.uno.methods.toy import LABELS
 from tests.uno.small_run import (
     fresh_state,
     small_config,
@@ -55,7 +54,7 @@ def test_the_step_equals_the_loop(step, least):
         or logits._replace(known=logits.known + leaf, novel=logits.novel + leaf)
     )
     found = float(
-        step_of(config)(state, Batch(views, torch.tensor(LABELS), 2), config, 0.0)
+        step_of(config)(state, Batch(views, torch.tensor(toy.LABELS), 2), config, 0.0)
     )
 
     partner, share = (part.tolist() for part in openmix.draw_mixtures(step, 4, 10))
@@ -73,7 +72,7 @@ def test_the_step_equals_the_loop(step, least):
         torch.testing.assert_close(seen[2][i], mixed)
         target = [0.0] * 7
         if i < 4:
-            target[LABELS[i]] += share[i]
+            target[toy.LABELS[i]] += share[i]
         for k in range(3):
             target[4 + k] += (1 - share[i]) * novel_probabilities[other][k]
             target[4 + k] += share[i] * novel_probabilities[i][k] if i >= 4 else 0

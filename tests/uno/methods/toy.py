@@ -2,7 +2,6 @@
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from tests.uno.small_run import step_of
 from uno.config import Config
@@ -15,7 +14,9 @@ TAU = 0.1
 LABELS = [0, 3, 1, 1]  # of the first rows
 
 
-def step_on(config: Config, logits: Logits, labels: Tensor, state: TrainState) -> float:
+def step_on(
+    config: Config, logits: Logits, labels: torch.Tensor, state: TrainState
+) -> float:
     """The loss of the method's step whose network gives ``logits``."""
     # something to differentiate by
     leaf = torch.zeros((), dtype=logits.known.dtype, requires_grad=True)
@@ -97,6 +98,6 @@ def naive_pairwise(logits: Logits, similar: np.ndarray, weight: float) -> float:
     return loss + weight * (naive_mse(*known) + naive_mse(*novel))
 
 
-def probabilities(logits: Tensor) -> np.ndarray:
+def probabilities(logits: torch.Tensor) -> np.ndarray:
     """(N, K) logits -> softmax at tau, one row at a time."""
     return np.array([softmax(row) for row in logits.numpy() / TAU])

@@ -15,7 +15,6 @@ from uno.data.memory import DecodedImages, RowBlocks
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
 from uno.report import charts, checks, facts, pictures
-from uno.report.facts import RunData
 from uno.report.findings import class_similarity, nearest, summarize
 from uno.report.sample import Sample, choose_rows, open_model, score_sample
 from uno.results.classes import first_classes
@@ -54,7 +53,7 @@ def digits() -> Task:
     return make_task(read_rows(config.data), config.data)
 
 
-def warned(task, sample: Sample, known: RunData) -> list[str]:
+def warned(task, sample: Sample, known: facts.RunData) -> list[str]:
     return [
         title for title, _ in checks.warnings("ncd", known, summarize(task, sample))
     ]
@@ -152,7 +151,9 @@ def moved(sample: Sample, source: int, target: int, but: int = 0) -> Sample:
     ],
 )
 def test_warnings_about_classes(digits, change, seen):
-    trained = RunData(journal=[{"phase": "discover", "step": 5, "total_steps": 5}])
+    trained = facts.RunData(
+        journal=[{"phase": "discover", "step": 5, "total_steps": 5}]
+    )
     found = warned(digits, change(sample_of(digits, digits.eval_labels)), trained)
     assert any(seen in title for title in found) if seen else found == []
 
@@ -164,7 +165,9 @@ def test_warnings_about_a_phase(phase):
         {"phase": phase, "step": s, "total_steps": 10, "skipped_steps": 2, "epochs": 1}
         for s in (1, 5)
     ]
-    found = [seen for seen, _ in checks.warnings("ncd", RunData(journal=lines), None)]
+    found = [
+        seen for seen, _ in checks.warnings("ncd", facts.RunData(journal=lines), None)
+    ]
     assert f"Unfinished: the {phase} phase stopped at step 5 of 10" in found
     assert f"2 steps of {phase} skipped because the loss was not finite" in found
 
@@ -172,7 +175,7 @@ def test_warnings_about_a_phase(phase):
 def test_warnings_about_training(digits):
     values = {"train/novel/task_aware/acc/avg": 0.4, "baseline/kmeans/novel/acc": 0.5}
     sample = sample_of(digits, digits.eval_labels, 1)
-    titles = warned(digits, sample, RunData(values))
+    titles = warned(digits, sample, facts.RunData(values))
     assert any("No better than clustering: 40.0%" in title for title in titles)
 
 

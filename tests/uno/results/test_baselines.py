@@ -9,13 +9,6 @@ from sklearn.model_selection import train_test_split
 from uno.clustering.kmeans import FREE
 from uno.config import Config
 from uno.results import baselines
-from uno.results.baselines import (
-    FeatureRows,
-    direction_clusters,
-    novel_baselines,
-    score_clusters,
-    spectral_clusters,
-)
 from uno.results.metrics import METRICS
 
 
@@ -29,16 +22,16 @@ def test_kmeans_of_pixels():
     )
     train = train[labels[train] >= 5]
     pixels, labels = pixels[train], labels[train]
-    clusters = direction_clusters(pixels, 5, seed=0)
-    result = score_clusters(labels, clusters, 5)
+    clusters = baselines.direction_clusters(pixels, 5, seed=0)
+    result = baselines.score_clusters(labels, clusters, 5)
     assert result["acc"] == pytest.approx(0.887, abs=0.01)
     assert result["nmi"] == pytest.approx(0.766, abs=0.01)
     assert set(result) == set(METRICS)
     lengths = np.random.default_rng(0).uniform(0.1, 10, (len(pixels), 1))
-    scaled = direction_clusters(pixels * lengths, 5, seed=0)
-    assert score_clusters(labels, scaled, 5) == pytest.approx(result)
+    scaled = baselines.direction_clusters(pixels * lengths, 5, seed=0)
+    assert baselines.score_clusters(labels, scaled, 5) == pytest.approx(result)
     renamed = (labels - 5 + 2) % 5 + 40
-    assert score_clusters(renamed, clusters, 5) == pytest.approx(result)
+    assert baselines.score_clusters(renamed, clusters, 5) == pytest.approx(result)
 
 
 @pytest.mark.parametrize("gcd", [False, True])
@@ -50,15 +43,15 @@ def test_spectral_clusters_are_those_of_the_unlabeled_rows(gcd):
     features = 5 * torch.eye(8)[truth] + torch.randn(100, 8) / 4
     known = (truth < 3) & (torch.arange(100) % 2 == 0) & gcd
     labels, num_novel = torch.where(known, truth, FREE), 2 if gcd else 5
-    clusters = spectral_clusters(features, labels, num_novel, gcd, 0)
-    assert score_clusters(truth[~known], clusters, 5)["acc"] == 1
+    clusters = baselines.spectral_clusters(features, labels, num_novel, gcd, 0)
+    assert baselines.score_clusters(truth[~known], clusters, 5)["acc"] == 1
     assert not gcd or torch.equal(
         clusters[truth[~known] < 3], truth[~known & (truth < 3)]
     )
 
 
 def test_there_is_no_graph_of_many_rows(monkeypatch):
-    rows = FeatureRows(torch.randn(40, 4), torch.arange(40) % 2)
+    rows = baselines.FeatureRows(torch.randn(40, 4), torch.arange(40) % 2)
     for limit, number in ((40, 2), (39, 1)):
         monkeypatch.setattr(baselines, "MAX_GRAPH_ROWS", limit)
-        assert len(list(novel_baselines(Config(), rows, 2))) == number
+        assert len(list(baselines.novel_baselines(Config(), rows, 2))) == number

@@ -17,18 +17,10 @@ from uno.data.memory import TrainSet
 from uno.errors import ConfigError
 from uno.presets import preset
 from uno.results import estimate as estimating
-from uno.results.estimate import (
-    Estimate,
-    Features,
-    Settings,
-    Split,
-    anchor_choices,
-    interval,
-)
 from uno.runs import ESTIMATE_FILE
 from uno.session.estimation import format_estimate
 
-QUICK = Settings(num_splits=2, max_novel=7, num_restarts=4)
+QUICK = estimating.Settings(num_splits=2, max_novel=7, num_restarts=4)
 
 
 MIXED = override(preset("digits"), {"data.setting": "gcd"})
@@ -71,7 +63,9 @@ def estimate(tmp_path):
             hidden = np.arange(len(truth)) % 2 == 1 if mixed else False
             labels = np.where((truth < 6) & ~hidden, truth, -1)
             rests = [~np.isin(labels, split.pretrain) | mixed for split, *_ in items]
-            return enumerate([Features(points[rest], labels[rest]) for rest in rests])
+            return enumerate(
+                [estimating.Features(points[rest], labels[rest]) for rest in rests]
+            )
 
         return estimating.estimate_num_novel(
             config,
@@ -132,7 +126,7 @@ def test_features_of_a_mixed_pile_are_those_of_all_rows(tmp_path, setting, count
     short = {"train.batch_size": 10, "train.max_steps": 1, "model.width": 4}
     config = override(preset("digits"), short | {"data.setting": setting})
     settings = replace(QUICK, num_splits=1, max_novel=1, num_roles=1)
-    item = Split((0, 1), (2, 3, 4, 5)), config, str(tmp_path)
+    item = estimating.Split((0, 1), (2, 3, 4, 5)), config, str(tmp_path)
     found = estimating.pretrain_split(train_set(), settings, "cpu", item)
     assert np.bincount(found.labels + 1).tolist() == counts
 
@@ -163,7 +157,7 @@ def test_only_another_estimate_is_computed(estimate):
 
 
 def test_numbers_beyond_the_calibration_have_a_warning():
-    found = Estimate(8, 6, 12, 8, False, [8], {"probability": [1.0]}, {}, "")
+    found = estimating.Estimate(8, 6, 12, 8, False, [8], {"probability": [1.0]}, {}, "")
     assert "calibrated on 2 to 10" in format_estimate(found)
     assert "calibrated" not in format_estimate(replace(found, high=9))
 
@@ -208,8 +202,8 @@ def test_anchor_choices():
     """
 
     def choices(num_probes):
-        split = Split((0,), tuple(range(1, num_probes + 1)))
-        return anchor_choices(split, Settings(), 0)
+        split = estimating.Split((0,), tuple(range(1, num_probes + 1)))
+        return estimating.anchor_choices(split, estimating.Settings(), 0)
 
     assert choices(4) == list(itertools.combinations((1, 2, 3, 4), 2))
     assert choices(2) == [(1,), (2,)]
@@ -223,12 +217,12 @@ def test_scores_of_one_k():
     anchors scored, clusters numbered as classes (accuracy without matching).
     """
     points, truth = synthetic(6)  # probes 0-3, unlabeled 4 and 5
-    features = [Features(points, np.where(truth < 4, truth, -1))]
+    features = [estimating.Features(points, np.where(truth < 4, truth, -1))]
     shared = (
-        [Split((), (0, 1, 2, 3))],
+        [estimating.Split((), (0, 1, 2, 3))],
         features,
         preset("digits"),
-        Settings(num_roles=6),
+        estimating.Settings(num_roles=6),
     )
     right, again, none = (
         estimating.score_num_novel(*shared, "cpu", (0, k)) for k in (2, 2, 0)
@@ -248,7 +242,7 @@ def test_scores_of_one_k():
 )
 def test_interval(votes, ends):
     """Kills: rounding inwards, minimum and maximum for quantiles, 0 classes."""
-    assert interval(votes, 0.2) == ends
+    assert estimating.interval(votes, 0.2) == ends
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from uno.config import override
 from uno.data.memory import EvalSet
@@ -21,7 +20,6 @@ from uno.results.evaluate import (
     gcd_metrics,
     protocol_metrics,
 )
-from uno.results.metrics import METRICS, PROTOCOLS
 
 H, C_L, C_U, K = 3, 4, 3, 5
 
@@ -76,7 +74,7 @@ def test_a_tie_between_known_and_novel_is_known():
     assert confusions.joint.tolist() == [[[1, 0], [0, 1]]]
 
 
-def spell_rows(num_rows: int) -> Tensor:
+def spell_rows(num_rows: int) -> torch.Tensor:
     """Return images (num_rows, 3, 8, 8) whose first pixels spell their row number."""
     numbers = torch.arange(num_rows)
     images = torch.zeros(num_rows, 3, 8, 8, dtype=torch.uint8)
@@ -87,7 +85,7 @@ def spell_rows(num_rows: int) -> Tensor:
 class Spelled(UnoModel):
     """Answers with the logits of the row that an image's first pixels spell."""
 
-    def __init__(self, known: Tensor, novel: Tensor) -> None:
+    def __init__(self, known: torch.Tensor, novel: torch.Tensor) -> None:
         super().__init__(CONFIG.model, C_L, K, METHOD)
         self.rows, self.sizes = [], []
         self.logits = known, novel
@@ -151,8 +149,8 @@ def test_kinds_of_rows_are_counted_apart_in_one_pass():
 
 def expected_keys(split: str) -> set[str]:
     groups = [f"{group}/{{}}/acc" for group in ("known", "novel", "all")]
-    groups += [f"novel/{{}}/{name}" for name in METRICS]
-    keys = product(groups, PROTOCOLS, ("avg", "best"))
+    groups += [f"novel/{{}}/{name}" for name in metrics.METRICS]
+    keys = product(groups, metrics.PROTOCOLS, ("avg", "best"))
     found = {f"{split}/{group.format(name)}/{which}" for group, name, which in keys}
     return found | {f"{split}/novel/task_aware/chance/acc"}
 

@@ -38,13 +38,6 @@ from uno.results.infer import (
     load_classifier,
     score,
 )
-from uno.results.predictions import (
-    FOLDER,
-    MARK,
-    PART,
-    PredictionWriter,
-    predict_rows,
-)
 
 
 @pytest.fixture(scope="module")
@@ -86,14 +79,16 @@ def images_of(source: str | Path) -> Rows:
 
 
 def writer_of(model, rows: Rows, output: Path, embedding: bool = False, **options):
-    return PredictionWriter(Storage(str(output)), rows, model, embedding, **options)
+    return predictions.PredictionWriter(
+        Storage(str(output)), rows, model, embedding, **options
+    )
 
 
 def predict_all(model, rows: Rows, output: Path, *args, **options) -> pa.Table:
-    summary = predict_rows(
+    summary = predictions.predict_rows(
         model, writer_of(model, rows, output, *args, **options), threads=1
     )
-    table = pq.read_table(output / FOLDER)
+    table = pq.read_table(output / predictions.FOLDER)
     assert summary.ok + summary.bad == summary.rows == len(table) == len(rows)
     return table
 
@@ -231,7 +226,7 @@ def test_all_digits_in_order(tmp_path, model, digits):
     found = [model.classes[i] for i in columns["class_index"]]
     assert columns["class_name"] == [each.name for each in found]
     assert columns["kind"] == [each.kind for each in found]
-    assert [p.name for p in tmp_path.iterdir()] == [FOLDER]
+    assert [p.name for p in tmp_path.iterdir()] == [predictions.FOLDER]
     images = torch.from_numpy(digits.images.items[700:701]).permute(0, 3, 1, 2)
     single = model.score(images.contiguous())
     assert columns["class_index"][700] == int(single.class_index)
@@ -280,13 +275,15 @@ def test_interrupted_work_continues_and_gives_the_same_table(
         with pytest.raises(Killed):
             predict_all(model, digits, output)
     assert predictions.read_columns(Storage(str(output)), ["id"]) is None
-    parts = sorted((output / FOLDER).glob("*.parquet"))
+    parts = sorted((output / predictions.FOLDER).glob("*.parquet"))
     assert len(parts) == after * model.batch_rows // predictions.MIN_PART_ROWS
     for part in parts[:1]:  # a file that a failing disk cut short is made again
         part.write_bytes(part.read_bytes()[:100])
-    (output / FOLDER / ".part-000000.parquet.0a1b2c3d").write_bytes(b"half a part")
+    (output / predictions.FOLDER / ".part-000000.parquet.0a1b2c3d").write_bytes(
+        b"half a part"
+    )
     assert predict_all(model, digits, output).equals(expected)
-    assert len(list((output / FOLDER).iterdir())) == 5
+    assert len(list((output / predictions.FOLDER).iterdir())) == 5
 
 
 @pytest.mark.parametrize(
@@ -295,9 +292,9 @@ def test_interrupted_work_continues_and_gives_the_same_table(
 def test_what_another_version_had_begun_is_refused(tmp_path, model, digits, mark):
     """Kills: half a table of other rows, a traceback for a mark of unknown form."""
     writer_of(model, digits, tmp_path)
-    part = tmp_path / PART.format(0)
+    part = tmp_path / predictions.PART.format(0)
     part.write_bytes(b"kept")
-    (tmp_path / MARK).write_bytes(mark)
+    (tmp_path / predictions.MARK).write_bytes(mark)
     with pytest.raises(ConfigError, match="holds predictions of another version"):
         writer_of(model, digits, tmp_path)
     assert part.exists()
@@ -310,7 +307,9 @@ def test_other_predictions_in_the_directory_are_refused(
     rows, fewer = (digits.take(np.arange(num)) for num in (30, 29))
     # the second one only claims the directory
     (predict_all if finished else writer_of)(model, rows, tmp_path)
-    before = {path: path.read_bytes() for path in tmp_path.glob(f"{FOLDER}/*")}
+    before = {
+        path: path.read_bytes() for path in tmp_path.glob(f"{predictions.FOLDER}/*")
+    }
     for what, *asked in (
         ("of another model", other, rows, False),
         ("with another --embedding", model, rows, True),
@@ -332,7 +331,7 @@ def test_fewer_rows_leave_no_file_of_more_rows(tmp_path, model, digits):
 
 @pytest.mark.parametrize("replace", [False, True])
 def test_somebody_elses_files_are_left_alone(tmp_path, model, digits, replace):
-    path = tmp_path / FOLDER / "data.parquet"
+    path = tmp_path / predictions.FOLDER / "data.parquet"
     path.parent.mkdir()
     path.write_bytes(b"theirs")
     with pytest.raises(ConfigError, match="holds no set of predictions"):
@@ -367,7 +366,7 @@ def test_rename_changes_names_only(tmp_path, monkeypatch, model, renamed, digits
             predictions.rename(storage, renamed.classes)
     assert predictions.read_columns(storage, ["id"]) is None  # names are mixed
     assert predictions.rename(storage, renamed.classes)
-    after = pq.read_table(tmp_path / "out" / FOLDER)
+    after = pq.read_table(tmp_path / "out" / predictions.FOLDER)
     names = pc.replace_substring(before["class_name"], "novel-1", "other")
     column = before.schema.get_field_index("class_name")
     assert after.equals(before.set_column(column, before.field(column), names))

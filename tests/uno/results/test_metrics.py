@@ -12,7 +12,6 @@ from scipy.linalg import block_diag
 from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score
 
 from uno.results import metrics
-from uno.results.metrics import scores
 
 few = settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -176,7 +175,7 @@ OFFICIAL, MATCHED, STRICT = PROTOCOLS = [
 
 
 def task_aware(known, novel):
-    return scores(metrics.task_aware, block_diag(known, novel), len(known))
+    return metrics.scores(metrics.task_aware, block_diag(known, novel), len(known))
 
 
 def accuracies(result):
@@ -214,7 +213,7 @@ def test_task_agnostic_by_hand(protocol, expected, clusters, purity):
     """Kills: official with novel outputs only, separate matchings for joint, the known
     block matched first, strict without the rows predicted as known, blocks exchanged.
     """
-    result = scores(protocol, JOINT, 2)
+    result = metrics.scores(protocol, JOINT, 2)
     assert accuracies(result) == expected
     shared = metrics.nmi(clusters), metrics.ari(clusters)
     assert clusterings(result) == (*shared, purity / 20)
@@ -224,8 +223,8 @@ def test_joint_matches_known_classes_too():
     """Kills: known rows taken plainly."""
     # known class 0 sits on cluster 2, novel class 2 on output 0
     swapped = np.array([[1, 9], [8, 2]])
-    assert accuracies(scores(MATCHED, swapped, 1)) == (0.9, 0.8, 0.85)
-    assert scores(OFFICIAL, swapped, 1)["known/acc"] == 0.1
+    assert accuracies(metrics.scores(MATCHED, swapped, 1)) == (0.9, 0.8, 0.85)
+    assert metrics.scores(OFFICIAL, swapped, 1)["known/acc"] == 0.1
 
 
 @pytest.mark.parametrize("columns", [[0, 1, 2], [0, 2, 1], [2, 1, 0]])
@@ -233,7 +232,7 @@ def test_of_two_joint_matchings_that_with_more_known_rows_is_taken(columns):
     """Kills: shares left to the solver, ties broken for novel rows."""
     # 0 -> 0 and 1 -> 2: 1 + 3; 0 -> 1 and 1 -> 0: 0 + 4
     tied = np.array([[1, 0, 0], [4, 0, 3]])[:, columns]
-    assert accuracies(scores(MATCHED, tied, 1)) == (1, round(3 / 7, 12), 4 / 8)
+    assert accuracies(metrics.scores(MATCHED, tied, 1)) == (1, round(3 / 7, 12), 4 / 8)
 
 
 @few
@@ -256,11 +255,11 @@ def test_protocol_properties(counts, num_known, random):
         expected |= {"novel/acc", *(f"novel/{name}" for name in metrics.METRICS)}
     if {"known/acc", "novel/acc"} <= expected:
         expected |= {"all/acc"}
-    results = {each: scores(each, counts, num_known) for each in PROTOCOLS}
+    results = {each: metrics.scores(each, counts, num_known) for each in PROTOCOLS}
     for protocol, result in results.items():
         assert set(result) == expected
         assert all(-1 <= value <= 1 for value in result.values())  # False for NaN
-        assert scores(protocol, shuffled, num_known) == values(result)
+        assert metrics.scores(protocol, shuffled, num_known) == values(result)
     official, joint, strict = results.values()
     assert official.get("novel/acc", 0) >= strict.get("novel/acc", 0)
     if "all/acc" in expected:
@@ -275,13 +274,13 @@ def test_every_class_counts_once():
     """
     joint = np.diag([0, 36, 20, 10, 1, 0])
     joint[1, 2], joint[4, 0] = 4, 3
-    strict = scores(STRICT, joint, 1)
+    strict = metrics.scores(STRICT, joint, 1)
     assert strict["novel/balanced"] == pytest.approx((0.9 + 1 + 1 + 0.25) / 4)
     assert strict["novel/recall_small"] == pytest.approx((0.25 + 1) / 2)
     assert strict["novel/recall_large"] == pytest.approx((0.9 + 1) / 2)
     best = metrics.cluster_metrics(joint[1:, 1:])
     assert best["balanced"] == pytest.approx((0.9 + 1 + 1 + 1) / 4)
-    official = scores(OFFICIAL, joint, 1)
+    official = metrics.scores(OFFICIAL, joint, 1)
     assert official["novel/recall_small"] == pytest.approx((0.75 + 1) / 2)
 
 
@@ -320,12 +319,15 @@ def test_rejected_rows_are_wrong_wherever_accuracy_is_counted():
     accepted row left out.
     """
     joint = np.array([[6, 0, 0, 4], [0, 3, 1, 6], [0, 0, 5, 5]])
-    strict, accepted = scores(STRICT, joint, 1, [3]), scores(STRICT, joint[:, :3], 1)
+    strict, accepted = (
+        metrics.scores(STRICT, joint, 1, [3]),
+        metrics.scores(STRICT, joint[:, :3], 1),
+    )
     assert accuracies(strict) == pytest.approx((0.6, 0.4, 14 / 30))
     assert strict["novel/purity"] == pytest.approx(0.4)
     assert strict["novel/nmi"] == accepted["novel/nmi"]
     found = metrics.generalized(joint, 1, [3])
     assert found == pytest.approx({"old": 0.6, "new": 0.4, "all": 14 / 30})
     joint[1:, 1:3] = 0  # every novel row is rejected
-    none = scores(STRICT, joint, 1, [3])
+    none = metrics.scores(STRICT, joint, 1, [3])
     assert (none["novel/acc"], none["all/acc"]) == pytest.approx((0, 6 / 21))

@@ -24,7 +24,6 @@ from uno.data.splits import make_task
 from uno.results import predictions, show
 from uno.results.classes import ModelClasses, OutputClass, first_classes
 from uno.results.infer import load_classifier
-from uno.results.predictions import PredictionWriter, predict_rows
 
 HOSTILE = "</td><script>alert(1)</script>\x1b\u202e"
 
@@ -35,7 +34,9 @@ def predicted(folder: Path, images: int = 60, **data: str) -> Storage:
     config = write_model(folder, data__limit=images, **changes)
     storage, model = Storage(str(folder)), load_classifier(Storage(str(folder)))
     rows = make_task(read_rows(config.data), config.data).rows
-    predict_rows(model, PredictionWriter(storage, rows, model, False, replace=True))
+    predictions.predict_rows(
+        model, predictions.PredictionWriter(storage, rows, model, False, replace=True)
+    )
     return storage
 
 

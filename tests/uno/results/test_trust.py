@@ -10,7 +10,6 @@ from uno.clustering.initialization import training_features
 from uno.data.features import oddity
 from uno.model import build_network
 from uno.results import trust
-from uno.results.trust import neighbor_agreement, trust_metrics, verdict
 
 
 def signs(held=0.95, rows=40, kmeans=0.9, near=0.85):
@@ -43,7 +42,7 @@ SEEN = {trust.LARGEST: 0.5}
 )
 def test_a_verdict_says_what_makes_a_run_worthless(given, text):
     """Whatever its signs are. Kills: a pile in one class that is called trustworthy."""
-    found = verdict(signs() | SEEN | given)
+    found = trust.verdict(signs() | SEEN | given)
     assert found.word == ("trustworthy" if text is None else "not trustworthy")
     assert text is None or found.reasons[1].startswith(text + ": another encoder")
 
@@ -118,7 +117,7 @@ def test_every_sign_must_hold(given, word, first, second):
     """Kills: heads or training rows that are believed, thresholds exchanged, few
     rows that decide.
     """
-    found = verdict(signs(**given))
+    found = trust.verdict(signs(**given))
     assert found.word == word
     assert first in found.reasons[0] and second in found.reasons[1]
     assert str(found).startswith(f"{word}: ") and str(found).count("\n") == 1
@@ -142,7 +141,7 @@ def checkpoint(agreement=(0.9,) * 8, counts=(200, 5, 5), similar=()):
 )
 def test_the_expected_accuracy_says_what_it_counts(setting, counted):
     values = trust.clustering_metrics(checkpoint(), setting, "vectors")
-    first, *rest = verdict(signs() | values).reasons
+    first, *rest = trust.verdict(signs() | values).reasons
     assert first.startswith(f"expected {counted}: ")
     assert "if there are 5 new classes" in first
     assert any("known output" in line for line in rest) == (setting == "gcd")
@@ -166,7 +165,7 @@ def test_the_expected_accuracy_says_what_it_counts(setting, counted):
 def test_the_verdict_is_the_expected_accuracy_in_a_word(share, word, others):
     """The other signs, good or bad, do not contradict it."""
     values = trust.clustering_metrics(checkpoint([share] * 8), "ncd", "vectors")
-    assert verdict(signs(**others) | values).word == word
+    assert trust.verdict(signs(**others) | values).word == word
 
 
 @pytest.mark.parametrize(
@@ -183,7 +182,7 @@ def test_the_verdict_is_the_expected_accuracy_in_a_word(share, word, others):
 )
 def test_a_task_outside_the_calibration_is_called_less_certain(encoder, counts, facts):
     values = trust.clustering_metrics(checkpoint(counts=counts), "ncd", encoder)
-    reasons = verdict(signs() | values).reasons
+    reasons = trust.verdict(signs() | values).reasons
     lines = [line for line in reasons if "less certain" in line]
     assert len(lines) == (facts is not None)
     for line in lines:
@@ -194,7 +193,7 @@ def test_a_task_outside_the_calibration_is_called_less_certain(encoder, counts, 
 def test_pairs_of_classes_that_look_like_one_are_advice():
     values = checkpoint(similar=[[1, 4, 0.9]])
     values = trust.clustering_metrics(values, "ncd", "vectors")
-    last = verdict(signs() | values).reasons[-1]
+    last = trust.verdict(signs() | values).reasons[-1]
     assert "novel-2 and novel-5" in last and "uno classes" in last
 
 
@@ -205,13 +204,13 @@ def test_without_agreements_nothing_is_expected(tensors):
     """Too few rows to cluster a half of them, or another method."""
     values = trust.clustering_metrics(tensors, "ncd", "vectors")
     assert not any(key.startswith("trust/expected") for key in values)
-    assert verdict(signs() | values).word == "trustworthy"
+    assert trust.verdict(signs() | values).word == "trustworthy"
 
 
 def test_training_rows_are_called_that_and_old_runs_have_no_verdict():
-    found = verdict(signs(rows=0) | {trust.TRAINING: 1.0})
+    found = trust.verdict(signs(rows=0) | {trust.TRAINING: 1.0})
     assert "(training images: 100.0%)" in found.reasons[0]
-    assert verdict({trust.TRAINING: 1.0}) is None
+    assert trust.verdict({trust.TRAINING: 1.0}) is None
 
 
 def test_neighbors_agree_above_chance():
@@ -222,13 +221,13 @@ def test_neighbors_agree_above_chance():
     group = torch.arange(24) % 2
     side = torch.linspace(0.2, 1, 12).repeat_interleave(2) * (1 - 2 * group)
     points = torch.stack([torch.full((24,), 5.0), side, torch.zeros(24)], dim=1)
-    assert neighbor_agreement(points * (torch.rand(24, 1) + 0.5), group) == 1
+    assert trust.neighbor_agreement(points * (torch.rand(24, 1) + 0.5), group) == 1
     many = torch.randn(400, 8)
-    assert neighbor_agreement(many, torch.randint(0, 2, (400,))) < 0.1
+    assert trust.neighbor_agreement(many, torch.randint(0, 2, (400,))) < 0.1
     # nobody has its output but a row itself
-    assert neighbor_agreement(many, torch.arange(400)) == 0
+    assert trust.neighbor_agreement(many, torch.arange(400)) == 0
     # one class tells nothing
-    assert neighbor_agreement(many, torch.zeros(400, dtype=torch.int64)) == 0
+    assert trust.neighbor_agreement(many, torch.zeros(400, dtype=torch.int64)) == 0
 
 
 def test_signs_of_a_model_on_the_digits(monkeypatch):
@@ -242,7 +241,7 @@ def test_signs_of_a_model_on_the_digits(monkeypatch):
     sample = training_features(config, model, train)
     shown = trust.subsample_unlabeled(config, sample, train)
     clusters = trust.cluster_unlabeled(config, shown, 5)
-    found = trust_metrics(model, 0, shown.unlabeled, clusters, values, 30)
+    found = trust.trust_metrics(model, 0, shown.unlabeled, clusters, values, 30)
     assert found[trust.HELD_OUT] == 0.5 and found[trust.HELD_OUT_ROWS] == 30
     assert found[trust.SCORE] == 0.5 * min(found[trust.KMEANS], found[trust.NEAR])
 
@@ -257,7 +256,8 @@ def test_signs_of_a_model_on_the_digits(monkeypatch):
     shown = trust.subsample_unlabeled(config, sample, train)
     clusters = trust.cluster_unlabeled(config, shown, 5)
     own, other = (
-        trust_metrics(model, head, shown.unlabeled, clusters, {}, 0) for head in (1, 0)
+        trust.trust_metrics(model, head, shown.unlabeled, clusters, {}, 0)
+        for head in (1, 0)
     )
     assert own[trust.KMEANS] == 1 > other[trust.KMEANS]
     assert own.keys() == {trust.KMEANS, trust.NEAR, trust.LARGEST}

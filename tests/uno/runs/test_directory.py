@@ -20,7 +20,6 @@ from uno.data.sources import read_folder, read_rows
 from uno.errors import ConfigError
 from uno.presets import PRESETS, preset
 from uno.runs import directory
-from uno.runs.directory import begin_run
 
 CONFIG = small_config(pretrain__epochs=2, discover__epochs=2)
 
@@ -31,7 +30,7 @@ def test_the_same_config_opens_its_run_again(storage, name, recipe):
     """Kills: a value that YAML does not give back (1e-5 as text, tuples, None)."""
     config = preset(name, recipe)
     for _ in range(2):
-        begin_run(config, storage, "print")
+        directory.begin_run(config, storage, "print")
     assert override(Config(), directory.read_config_tree(storage)) == config
 
 
@@ -39,7 +38,7 @@ def test_what_does_not_fit_the_run_is_refused(storage):
     """Kills: a run continued under other settings or on other data, keys that are
     not named.
     """
-    begin_run(CONFIG, storage, "print")
+    directory.begin_run(CONFIG, storage, "print")
     changed = override(CONFIG, {"objective.epsilon": 0.1, "discover.epochs": 4})
     facts = json.loads(storage.read("environment.json"))
     assert facts["data_fingerprint"] == "print" and "torch" in facts["versions"]
@@ -53,15 +52,15 @@ def test_what_does_not_fit_the_run_is_refused(storage):
         (CONFIG, "other", "trained on other data"),
     ):
         with pytest.raises(ConfigError, match=says):
-            begin_run(config, storage, data)
+            directory.begin_run(config, storage, data)
     facts["format_version"] = 99
     storage.write("environment.json", json.dumps(facts).encode())
     with pytest.raises(ConfigError, match="format version 99, not 3; use --overwrite"):
-        begin_run(CONFIG, storage, "print")
+        directory.begin_run(CONFIG, storage, "print")
 
 
 def test_settings_that_change_no_result_may_change(storage):
-    begin_run(CONFIG, storage, "print")
+    directory.begin_run(CONFIG, storage, "print")
     changes = {
         "output": "elsewhere",
         "compute.num_workers": 2,
@@ -74,7 +73,7 @@ def test_settings_that_change_no_result_may_change(storage):
         "train.report_to": "jsonl",
         "train.checkpoint_every_minutes": 1,
     }
-    begin_run(override(CONFIG, changes), storage, "print")
+    directory.begin_run(override(CONFIG, changes), storage, "print")
 
 
 DEEP = b"[" * 100_000  # more than Python recurses
@@ -87,17 +86,17 @@ BOMB = b"a: &a {x: 1}\nb: &b {x: *a, y: *a}\nc: {x: *b, y: *b}\n"
 @pytest.mark.parametrize("name", ["environment.json", "config.yaml"])
 def test_damaged_files_of_a_run_are_one_line(storage, name, content):
     """Kills: tracebacks of json and yaml, a YAML file that takes minutes."""
-    begin_run(CONFIG, storage, "print")
+    directory.begin_run(CONFIG, storage, "print")
     storage.write(name, content)
     with pytest.raises(ConfigError, match=rf"{name} is (missing or )?damaged"):
-        begin_run(CONFIG, storage, "print")
+        directory.begin_run(CONFIG, storage, "print")
 
 
 def test_a_directory_of_something_else_is_left_alone(storage):
     """Kills: a run written among somebody's files."""
     storage.write("thesis.tex", b"years of work")
     with pytest.raises(ConfigError, match=r"no config\.yaml\); .* choose another"):
-        begin_run(CONFIG, storage, "print")
+        directory.begin_run(CONFIG, storage, "print")
     assert storage.list() == ["thesis.tex"]
     with pytest.raises(ConfigError, match="is not a run directory"):
         directory.require_run(storage)
@@ -106,7 +105,7 @@ def test_a_directory_of_something_else_is_left_alone(storage):
 def test_what_a_kill_between_two_writes_leaves_does_not_block_a_directory(storage):
     for name in ("environment.json", ".lock.json.0a1b2c3d", ".config.yaml.0a1b2c3d"):
         storage.write(name, b"{")
-    begin_run(CONFIG, storage, "print")
+    directory.begin_run(CONFIG, storage, "print")
     assert storage.read("config.yaml").decode() == dump_yaml(CONFIG)
 
 

@@ -14,7 +14,6 @@ from uno.errors import ConfigError
 from uno.presets import preset
 from uno.session import loggers, pipeline
 from uno.session.backend import LocalBackend
-from uno.session.loggers import Loggers, require_loggers
 
 RESULTS = {"train/all/acc": 0.75, "undefined": float("nan")}
 
@@ -36,7 +35,7 @@ def line(step: int, phase: str = "discover", **more) -> dict:
 
 
 def report(names: str, storage: Storage, *metrics: dict, **more) -> None:
-    with Loggers(
+    with loggers.Loggers(
         override(preset("digits"), {"train.report_to": names}), storage, **more
     ) as log:
         for each in metrics:
@@ -224,4 +223,4 @@ def test_what_is_not_there_is_refused_first(monkeypatch):
         loggers.importlib.util, "find_spec", lambda name: name == "json" or None
     )
     with pytest.raises(ConfigError, match=r"pip install 'uno-discovery\[mlflow\]'"):
-        require_loggers(small_config(train__report_to="jsonl, mlflow"))
+        loggers.require_loggers(small_config(train__report_to="jsonl, mlflow"))
