@@ -38,27 +38,6 @@ WITHOUT_GPU = pytest.mark.skipif(
 TINY = [word for word in SMALL if word not in ("--preset", "digits")]
 
 
-class Commands:
-    """Stands for the processes: each ends at once with its code of ``codes``.
-
-    Cells that succeed leave metrics.
-    """
-
-    def __init__(self, codes: dict[str, int]) -> None:
-        self.codes, self.started = codes, []
-
-    def __call__(self, command: list[str], log: Path, is_stopping) -> int:
-        run = log.with_suffix("")
-        name = f"{run.parent.name}/{run.name}"
-        self.started.append(name)
-        run.mkdir(parents=True, exist_ok=True)
-        if code := self.codes.get(name, 0):
-            log.write_text(f"chatter\nuno: error: {name} says why\n")
-        elif name.startswith("cells/"):
-            (run / "metrics.json").write_text("{}")
-        return code
-
-
 def request(words) -> tables.Request:
     """What a command line asks for."""
     return tables.read_request(parse(words, REPRODUCE), words)
@@ -71,14 +50,26 @@ def request_of(tmp_path):
 
 
 def run(request, codes=None):
-    """Run what is missing; the commands, and the attempts by name as the console was
-    told.
+    """Run what is missing by processes that end at once, each with its code of
+    ``codes``. Cells that succeed leave metrics.
+
+    Returns the names of what was started, and the attempts by name.
     """
-    commands = Commands(codes or {})
-    for folder in ("cells", "pretrain"):
-        (request.output / folder).mkdir(parents=True, exist_ok=True)
-    ended = cells.run_jobs(tables.plan(request), request.output, commands, 2)
-    return commands, {job.name: attempt for job, attempt in ended}
+    started, codes = [], codes or {}
+
+    def execute(command, log, is_stopping):
+        run = log.with_suffix("")
+        name = f"{run.parent.name}/{run.name}"
+        started.append(name)
+        run.mkdir(parents=True, exist_ok=True)
+        if code := codes.get(name, 0):
+            log.write_text(f"chatter\nuno: error: {name} says why\n")
+        elif name.startswith("cells/"):
+            (run / "metrics.json").write_text("{}")
+        return code
+
+    ended = cells.run_jobs(tables.plan(request), request.output, execute, 2)
+    return started, {job.name: attempt for job, attempt in ended}
 
 
 def names_of(request):
@@ -197,7 +188,7 @@ def test_pretrainings_come_first_and_nothing_is_repeated(request_of):
     request = request_of()
     jobs = {job.name: job for job in tables.plan(request)}
     assert len(request.cells) == 8 and len(jobs) == 8 + 4
-    order = run(request)[0].started
+    order, _ = run(request)
     for cell in request.cells:
         job, shared = jobs[cell.name], jobs[cell.start]
         weights = {"model.weights": str(request.output / cell.start)}
@@ -237,9 +228,9 @@ def test_a_failed_pretraining_fails_its_cells(request_of):
     request = request_of()
     jobs = tables.plan(request)
     shared = next(job.needs for job in jobs if job.needs and job.config.augment.weak)
-    commands, told = run(request, {shared: 3})
+    started, told = run(request, {shared: 3})
     lost = {job.name for job in jobs if job.needs == shared}
-    assert lost and told.keys() - set(commands.started) == lost
+    assert lost and told.keys() - set(started) == lost
     assert told.keys() == {job.name for job in jobs}
     attempts = cells.read_attempts(request.output)
     reasons = {attempts[name].reason for name in lost}

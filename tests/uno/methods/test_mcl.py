@@ -1,5 +1,7 @@
 """MCL, its similarity network and KCL against loops over pairs."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -32,12 +34,11 @@ def test_similarity_equals_the_loop():
     network, features = pairs.PairSimilarity(6), torch.randn(2, 5, 6)
     labels = torch.tensor([0, 1, 0, 2, 2])
     terms = []
-    for i in range(5):
-        for j in range(5):
-            logit = naive_logit(network, features[0, i].numpy(), features[1, j].numpy())
-            sign = 1 if labels[i] == labels[j] else -1
-            terms.append(np.log1p(np.exp(-sign * logit)))
-            assert bool(pairs.similar_pairs(network, features)[i, j]) == (logit > 0)
+    for i, j in product(range(5), range(5)):
+        logit = naive_logit(network, features[0, i].numpy(), features[1, j].numpy())
+        sign = 1 if labels[i] == labels[j] else -1
+        terms.append(np.log1p(np.exp(-sign * logit)))
+        assert bool(pairs.similar_pairs(network, features)[i, j]) == (logit > 0)
     found = pairs.similarity_loss(network, features, labels).detach()
     assert float(found) == pytest.approx(np.mean(terms), rel=1e-5)
 
@@ -94,10 +95,9 @@ def test_the_similarity_network_learns_without_moving_the_encoder():
 
 def naive_contrast(p: np.ndarray, q: np.ndarray, similar: list[list[bool]]) -> float:
     terms = []
-    for i, row in enumerate(p):
-        for j, target in enumerate(q):
-            kl = sum((target + 1e-7) * np.log((target + 1e-7) / (row + 1e-7)))
-            terms.append(kl if similar[i][j] else max(0.0, 2.0 - kl))
+    for i, j in product(range(len(p)), range(len(q))):
+        kl = sum((q[j] + 1e-7) * np.log((q[j] + 1e-7) / (p[i] + 1e-7)))
+        terms.append(kl if similar[i][j] else max(0.0, 2.0 - kl))
     return float(np.mean(terms))
 
 

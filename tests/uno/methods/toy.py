@@ -1,5 +1,7 @@
 """Logits without a network, and naive sums."""
 
+from itertools import product
+
 import numpy as np
 import torch
 
@@ -40,8 +42,8 @@ def random_logits(
 
 def softmax(logits: np.ndarray) -> np.ndarray:
     """Of one row."""
-    powers = [float(np.exp(value - max(logits))) for value in logits]
-    return np.array([power / sum(powers) for power in powers])
+    powers = np.exp(logits - max(logits))
+    return powers / sum(powers)
 
 
 def naive_cross_entropy(rows: np.ndarray, labels: list[int]) -> float:
@@ -64,10 +66,9 @@ def naive_pair_loss(
     bool.
     """
     terms = []
-    for i, p in enumerate(first):
-        for j, q in enumerate(second):
-            together = sum(a * b for a, b in zip(p, q, strict=True))
-            terms.append(-np.log((together if similar[i][j] else 1 - together) + 1e-7))
+    for i, j in product(range(len(first)), range(len(second))):
+        together = sum(first[i] * second[j])
+        terms.append(-np.log((together if similar[i][j] else 1 - together) + 1e-7))
     return float(np.mean(terms))
 
 

@@ -21,8 +21,6 @@ from uno.runs import ESTIMATE_FILE
 from uno.session.estimation import format_estimate
 
 QUICK = estimating.Settings(num_splits=2, max_novel=7, num_restarts=4)
-
-
 MIXED = override(preset("digits"), {"data.setting": "gcd"})
 
 
