@@ -168,6 +168,11 @@ def stored(tmp_path):
     return tmp_path / "model"
 
 
+def test_no_model_is_a_storage_error(tmp_path):
+    with pytest.raises(StorageError, match="no trained model"):
+        load_classifier(Storage(str(tmp_path)))
+
+
 @pytest.mark.parametrize("name", ["encoder.safetensors", "classes.json", "config.yaml"])
 def test_a_file_that_was_cut_short_is_a_storage_error(tmp_path, stored, name):
     data = (stored / name).read_bytes()
@@ -255,6 +260,16 @@ def test_every_damaged_file_has_a_row(tmp_path, model):
     decoded = DecodedImages.of(rows.images, RowBlocks(pixels.split(7)), reasons)
     rows = replace(rows, images=decoded)
     assert predict_all(model, rows, tmp_path / "again", True).equals(table)
+
+
+@pytest.mark.parametrize("kind", ["", "folder:", "imagenet:"])
+def test_every_image_below_a_folder_is_a_row(tmp_path, digits, kind):
+    """Classes that training refuses do not matter."""
+    write_digits(tmp_path, digits.images.items[:2])
+    write_digits(tmp_path / "train" / "n99999999", digits.images.items[:1])
+    (tmp_path / "notes.txt").write_text("not an image")
+    names = ["digit-0000.png", "digit-0001.png", "train/n99999999/digit-0000.png"]
+    assert images_of(f"{kind}{tmp_path}").ids.to_pylist() == names
 
 
 class Killed(BaseException):
