@@ -40,40 +40,44 @@ def test_numbers_agree_in_both_formats(results, tmp_path):
     published = [line for line in written["lines"] if "published" in line]
     assert len(published) == 2 * 4 * 6 and all(line["source"] for line in published)
     assert written["scale"] == "small" and written["failures"]
-    assert "torch 2.11" in written["versions"] and "torch 2.11" in text
-    for where in (written["command"], text):
-        assert "uno reproduce ablation" in where
-    assert written["hardware"] == "Testium, 2 cores" and "Testium, 2 cores" in text
+    for key, fact in (
+        ("versions", "torch 2.11"),
+        ("command", "uno reproduce ablation"),
+        ("hardware", "Testium, 2 cores"),
+    ):
+        assert fact in written[key] and fact in text
+
+
+@pytest.mark.parametrize(
+    ("mean", "sd", "text"),
+    [
+        (-1.26, 0.5, f"{documents.MINUS}1.3 ± 0.5"),
+        (1.2, None, "+1.2"),
+        (-0.04, None, "0.0"),
+    ],
+)
+def test_a_difference_has_its_sign(mean, sd, text):
+    assert documents.format_mean_sd(mean, sd, signed=True) == text
 
 
 def test_paper_and_measurement_stand_side_by_side(results):
-    differences = (-1.26, 0.5), (1.2, None), (-0.04, None)
-    assert [
-        documents.format_mean_sd(*number, signed=True) for number in differences
-    ] == [
-        f"{documents.MINUS}1.3 ± 0.5",
-        "+1.2",
-        "0.0",
-    ]
     head, uno, *rows = documents.results_grid(results)
     first = dict(zip(head, uno, strict=True))
     assert first["paper: CIFAR10, Tab. 2"] == "96.6 / 95.1 / 95.8"
     assert first["measured: digits (5 / 5)"] == "91.0 ± 1.0 / 91.0 ± 1.0 / 91.0 ± 1.0"
     assert (uno[0], first["n"]) == ("UNO", "3")
-    concat = next(
-        row for row in rows if row[0] == "without concatenation (against UNO)"
-    )
-    each = f"50.5 ± 0.7 ({documents.MINUS}40.0 ± 0.0)"
-    cell = dict(zip(head, concat, strict=True))["measured: digits (5 / 5)"]
-    assert cell.startswith(f"{each} / {each} / {each}")
     assert first["evaluation (known / novel / all)"] == "task-aware, test"
+    cells = {row[0]: dict(zip(head, row, strict=True)) for row in rows}
+    concat = cells["without concatenation (against UNO)"]
+    each = f"50.5 ± 0.7 ({documents.MINUS}40.0 ± 0.0)"
+    assert concat["measured: digits (5 / 5)"].startswith(f"{each} / {each} / {each}")
 
 
 def test_a_failure_is_in_the_table_and_inert(results):
     """Kills: a failed cell nobody sees; a message that breaks the table."""
     text = documents.markdown(results)
     assert "; 1 of 3 failed" in text and "not finished" not in text
-    line = next(line for line in text.splitlines() if "failed: " in line)
+    (line,) = [line for line in text.splitlines() if "failed: " in line]
     assert "digits-no-concat-seed2" in line
     assert "&lt;script>" in line and "nan \\| in" in line and "line" in line
     assert all(

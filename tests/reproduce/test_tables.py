@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from threading import Thread
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,25 +20,15 @@ from safetensors.torch import save_file
 from pipelines import cli
 from pipelines.options import parse
 from reproduce import cells, experiments, tables
-from reproduce.cells import (
-    CellProcess,
-    read_attempts,
-    run_jobs,
-    run_local,
-    run_on_ray,
-)
 from reproduce.command import REPRODUCE, main
-from reproduce.experiments import build, names
 from tests.forked import forked
 from tests.pipelines.small import SMALL, wait_for, write_images
 from uno.config import Config, dump_yaml, override
 from uno.data import features
 from uno.data.embeddings import given_vectors
-from uno.data.files import Storage
 from uno.encoders.build import build_encoder
 from uno.errors import ConfigError, Interrupted
 from uno.runs import NUMERICS, lock
-from uno.runs.lock import LOCK_FILE
 from uno.session.configure import RAY_JOB
 from uno.threads import available_cpus
 
@@ -47,26 +38,6 @@ WITHOUT_GPU = pytest.mark.skipif(
 TINY = [word for word in SMALL if word not in ("--preset", "digits")]
 
 
-class Commands:
-    """Stands for the processes: each ends at once with its code of ``codes``.
-
-    Cells that succeed leave metrics.
-    """
-
-    def __init__(self, codes: dict[str, int] | None = None) -> None:
-        self.codes, self.started = codes or {}, []
-
-    def __call__(self, command: list[str], log: Path, is_stopping) -> int:
-        name = f"{log.parent.name}/{log.stem}"
-        code = self.codes.get(name, 0)
-        self.started.append(name)
-        log.with_suffix("").mkdir(parents=True, exist_ok=True)
-        log.write_text(f"chatter\nuno: error: {name} says why\n" if code else "done\n")
-        if code == 0 and name.startswith("cells/"):
-            (log.with_suffix("") / "metrics.json").write_text("{}")
-        return code
-
-
 def request(words) -> tables.Request:
     """What a command line asks for."""
     return tables.read_request(parse(words, REPRODUCE), words)
@@ -74,38 +45,43 @@ def request(words) -> tables.Request:
 
 @pytest.fixture
 def request_of(tmp_path):
-    def make(*words):
-        return request(
-            [
-                "ablation",
-                "--seeds",
-                "2",
-                "--output",
-                str(tmp_path / "out"),
-                *TINY,
-                *words,
-            ]
-        )
-
-    return make
+    words = ["ablation", "--seeds", "2", "--output", str(tmp_path / "out"), *TINY]
+    return lambda *more: request([*words, *more])
 
 
 def run(request, codes=None):
-    """Run what is missing; the commands, and the attempts by name as the console was
-    told.
+    """Run what is missing by processes that end at once, each with its code of
+    ``codes``. Cells that succeed leave metrics.
+
+    Returns the names of what was started, and the attempts by name.
     """
-    commands = Commands(codes)
-    for folder in ("cells", "pretrain"):
-        (request.output / folder).mkdir(parents=True, exist_ok=True)
-    ended = run_jobs(tables.plan(request), request.output, commands, 2)
-    return commands, {job.name: attempt for job, attempt in ended}
+    started, codes = [], codes or {}
+
+    def execute(command, log, is_stopping):
+        run = log.with_suffix("")
+        name = f"{run.parent.name}/{run.name}"
+        started.append(name)
+        run.mkdir(parents=True, exist_ok=True)
+        if code := codes.get(name, 0):
+            log.write_text(f"chatter\nuno: error: {name} says why\n")
+        elif name.startswith("cells/"):
+            (run / "metrics.json").write_text("{}")
+        return code
+
+    ended = cells.run_jobs(tables.plan(request), request.output, execute, 2)
+    return started, {job.name: attempt for job, attempt in ended}
 
 
-def name_of(request, row, seed):
-    """The name of the cell of a row and a seed."""
-    return next(
-        cell.name for cell in request.cells if (cell.row.key, cell.seed) == (row, seed)
-    )
+def names_of(request):
+    """The name of the cell of each row and seed."""
+    return {(cell.row.key, cell.seed): cell.name for cell in request.cells}
+
+
+def lose_a_result(request):
+    """Remove the metrics of a cell that has ended, and return its name."""
+    lost = names_of(request)["uno", 1]
+    (request.output / lost / "metrics.json").unlink()
+    return lost
 
 
 @pytest.mark.parametrize(
@@ -139,6 +115,7 @@ def name_of(request, row, seed):
         ),
         (["ablation", "--output", "s3://a/b"], "must be a directory"),
         (["ablation", "--cifar10-jpeg", "/nowhere"], "/nowhere"),
+        (["ablation", "--cifar10-jpeg", "/nowhere", "--dry-run"], "/nowhere"),
         pytest.param(
             ["ablation", "--device", "cuda"], "no CUDA device", marks=WITHOUT_GPU
         ),
@@ -164,54 +141,43 @@ def test_what_a_command_line_leads_to(request_of, monkeypatch):
     """
     chosen = request(["rotation", "--rows", "rs-plus-rotation"]).table.rows
     assert {row.key for row in chosen} == {"uno", "rs-plus", "rs-plus-rotation"}
-    assert tables._default_parallel(request_of("--workers", "2").compute) == 1
-    assert tables._default_parallel(request_of("--device", "cpu").compute) == (
-        available_cpus()
-    )
+    for words, at_once in (("--workers 2", 1), ("--device cpu", available_cpus())):
+        compute = request_of(*words.split()).compute
+        assert tables._default_parallel(compute) == at_once
     words = ["ablation", "--seeds", "3", "--recipe", "v2"]
     assert request(words).command == "uno reproduce ablation --seeds 3 --recipe v2"
     monkeypatch.setenv(RAY_JOB, "{}")
-    with pytest.raises(
-        ConfigError, match="inside a Ray job --output must be an absolute path"
-    ):
+    with pytest.raises(ConfigError, match="--output must be an absolute path"):
         request(["ablation"])
 
 
+@pytest.mark.parametrize(
+    ("words", "facts"),
+    [
+        (
+            "ablation --seeds 2",
+            ["8 cells, 0 of them have a result", "digits no-concat seed 1", "minutes"],
+        ),
+        (
+            "sota --scale full --datasets cifar100-20 --rows uno",
+            [
+                "3 cells, 0 of them have a result",
+                "CIFAR100-20: pretraining 200 epochs, discovery 200 epochs for each",
+                "to run it, pass --cifar100 DIR",
+                "cost: unknown",
+            ],
+        ),
+    ],
+)
 def test_a_dry_run_lists_cells_and_cost_and_needs_no_data(
-    capsys, tmp_path, monkeypatch
+    words, facts, capsys, tmp_path, monkeypatch
 ):
-    """Kills: a dry run that refuses, a run that starts without data, a directory that
-    is given and not looked at.
-    """
+    """Kills: a dry run that refuses or writes."""
     monkeypatch.chdir(tmp_path)
-    assert main(["ablation", "--seeds", "2", "--dry-run"]) == 0
+    assert main([*words.split(), "--dry-run"]) == 0
     out = capsys.readouterr().out
-    assert "8 cells, 0 of them have a result" in out and "minutes" in out
-    assert "digits no-concat seed 1" in out
-    words = ["sota", "--scale", "full", "--datasets", "cifar100-20", "--rows", "uno"]
-    assert main([*words, "--dry-run"]) == 0
-    out = capsys.readouterr().out
-    assert "3 cells, 0 of them have a result" in out
-    assert (
-        "CIFAR100-20: pretraining 200 epochs, discovery 200 epochs for each cell" in out
-    )
-    assert "to run it, pass --cifar100 DIR" in out and "cost: unknown" in out
-    with pytest.raises(ConfigError, match="needs --cifar100 DIR"):
-        main(words)
-    with pytest.raises(ConfigError, match="/nowhere"):
-        main([*words, "--cifar100", "/nowhere", "--dry-run"])
+    assert [fact for fact in facts if fact not in out] == []
     assert not list(tmp_path.iterdir())
-
-
-def test_the_help_lists_data_sets_and_rows(capsys):
-    """Kills: keys that only an error names."""
-    cli.main(["reproduce", "--help"])
-    out = " ".join(capsys.readouterr().out.split())
-    for name in names():
-        for scale in ("small", "full"):
-            table = build(name, scale)
-            keys = [each.key for each in (*table.benchmarks, *table.rows)]
-            assert all(f" {key}" in out and "_" not in key for key in keys)
 
 
 def test_pretrainings_come_first_and_nothing_is_repeated(request_of):
@@ -220,28 +186,21 @@ def test_pretrainings_come_first_and_nothing_is_repeated(request_of):
     stays lost.
     """
     request = request_of()
-    jobs = tables.plan(request)
+    jobs = {job.name: job for job in tables.plan(request)}
     assert len(request.cells) == 8 and len(jobs) == 8 + 4
-    by_name = {job.name: job for job in jobs}
+    order, _ = run(request)
     for cell in request.cells:
-        job, shared = by_name[cell.name], by_name[cell.start]
-        assert job.config == override(
-            cell.config, {"model.weights": str(request.output / job.needs)}
-        )
-        assert job.needs == cell.start and shared.needs is None
-        assert (shared.config.seed, shared.config.augment.weak) == (
-            cell.seed,
-            cell.config.augment.weak,
-        )
-    order = run(request)[0].started
-    assert all(
-        order.index(job.needs) < order.index(job.name) for job in jobs if job.needs
-    )
+        job, shared = jobs[cell.name], jobs[cell.start]
+        weights = {"model.weights": str(request.output / cell.start)}
+        assert job.config == override(cell.config, weights)
+        assert (job.needs, shared.needs) == (cell.start, None)
+        assert shared.config.seed == cell.seed
+        assert shared.config.augment.weak == cell.config.augment.weak
+        assert order.index(cell.start) < order.index(cell.name)
     assert tables.plan(request) == []
     more = tables.plan(request_of("--seeds", "3"))
     assert [job.label.rpartition(" ")[2] for job in more] == ["2"] * 6
-    lost = name_of(request, "uno", 1)
-    (request.output / lost / "metrics.json").unlink()
+    lost = lose_a_result(request)
     assert [job.name for job in tables.plan(request)] == [lost]
 
 
@@ -251,16 +210,16 @@ def test_failures_are_noted_and_only_divergence_is_final(request_of):
     """
     request = request_of()
     runs = (("uno", 0), ("no-concat", 0), ("uno", 1))
-    diverged, full, stopped = (name_of(request, *run) for run in runs)
+    diverged, full, stopped = (names_of(request)[run] for run in runs)
     _, told = run(request, {diverged: 3, full: 4, stopped: 75})
     assert told[diverged].reason == f"{diverged} says why"
-    attempts = read_attempts(request.output)
-    assert attempts[diverged].failed and attempts[full].failed
-    assert not attempts[stopped].failed
+    attempts = cells.read_attempts(request.output)
+    failed = {name for name, attempt in attempts.items() if attempt.failed}
+    assert failed == {diverged, full} and stopped in attempts
     assert attempts[diverged].seconds == pytest.approx(told[diverged].seconds, abs=0.01)
     with (request.output / cells.ATTEMPTS).open("a") as file:
         file.write('{"job": "cells/cut short", "sec')
-    assert read_attempts(request.output) == attempts
+    assert cells.read_attempts(request.output) == attempts
     assert {job.name for job in tables.plan(request)} == {full, stopped}
 
 
@@ -269,14 +228,13 @@ def test_a_failed_pretraining_fails_its_cells(request_of):
     request = request_of()
     jobs = tables.plan(request)
     shared = next(job.needs for job in jobs if job.needs and job.config.augment.weak)
-    commands, told = run(request, {shared: 3})
-    lost = [job.name for job in jobs if job.needs == shared]
-    assert lost and not set(lost) & set(commands.started)
-    assert len(commands.started) == len(jobs) - len(lost) and len(told) == len(jobs)
-    attempts = read_attempts(request.output)
-    assert all(
-        attempts[name].reason == f"pretraining: {shared} says why" for name in lost
-    )
+    started, told = run(request, {shared: 3})
+    lost = {job.name for job in jobs if job.needs == shared}
+    assert lost and told.keys() - set(started) == lost
+    assert told.keys() == {job.name for job in jobs}
+    attempts = cells.read_attempts(request.output)
+    reasons = {attempts[name].reason for name in lost}
+    assert reasons == {f"pretraining: {shared} says why"}
 
 
 @pytest.fixture
@@ -287,15 +245,11 @@ def frozen_request(request_of, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     encoder = build_encoder(request_of().cells[0].config.model)
     save_file(encoder.state_dict(), "encoder.safetensors")
-    words = [
-        "--model.finetune",
-        "none",
-        "--weights",
-        "encoder.safetensors",
-        "--compute.cache",
-        "cache",
-    ]
-    return lambda *more: request_of(*words, "--discover.epochs", "1", *more)
+    words = (
+        "--model.finetune none --weights encoder.safetensors --compute.cache cache"
+        " --discover.epochs 1"
+    )
+    return lambda *more: request_of(*words.split(), *more)
 
 
 def test_features_come_first_and_are_shared(frozen_request, tmp_path):
@@ -305,9 +259,9 @@ def test_features_come_first_and_are_shared(frozen_request, tmp_path):
     """
     request = frozen_request()
     jobs = {job.name: job for job in tables.plan(request)}
-    first = [name for name in jobs if name.startswith("features/")]
     # weak augmentation has views of its own
-    assert list(jobs)[:2] == first and len(jobs) == 8 + 2
+    kinds = [name.partition("/")[0] for name in jobs]
+    assert kinds == ["features"] * 2 + ["cells"] * 8
     for cell in request.cells:
         job, shared = jobs[cell.name], jobs[jobs[cell.name].needs]
         assert shared.config.augment.weak == cell.config.augment.weak
@@ -316,8 +270,7 @@ def test_features_come_first_and_are_shared(frozen_request, tmp_path):
         assert (job.config.compute.threads, shared.config.compute.threads) == (1, None)
     run(request)
     assert tables.plan(request) == []
-    lost = name_of(request, "uno", 1)
-    (request.output / lost / "metrics.json").unlink()
+    lost = lose_a_result(request)
     assert [job.name for job in tables.plan(request)] == [jobs[lost].needs, lost]
 
 
@@ -328,55 +281,70 @@ def own_request(frozen_request, tmp_path):
     """
     write_images(tmp_path / "My Photos", dict.fromkeys("abcdef", 12))
     (tmp_path / "known.txt").write_text("a\nb\nc\nd\n")
-    frozen_request()  # the encoder's file
-    words = ["--data", "My Photos", "--known-classes", "known.txt", "--seeds", "1"]
-    words += ["--preset", "photos", "--image-size", "8", "--compute.cache", "cache"]
-    words += ["--model.encoder", "resnet_small", "--model.width", "4"]
-    words += ["--weights", "encoder.safetensors"]
-    return lambda name, *more: request([name, *words, *more])
+    words = (
+        "--known-classes known.txt --seeds 1 --preset photos --image-size 8"
+        " --compute.cache cache --model.encoder resnet_small --model.width 4"
+        " --weights encoder.safetensors"
+    )
+    return lambda name, *more: request(
+        [name, "--data", "My Photos", *words.split(), *more]
+    )
 
 
 def test_a_table_on_ones_own_images(own_request, tmp_path):
     """In the words of uno discover; cells know their data wherever they run. Kills: a
     table's own data besides, features for each method, a start or a prior that is UNO's
-    for others, two rows of one configuration, data told as if it were a change, a rate
-    for frozen features elsewhere, or above one given.
+    for others, two rows of one configuration, data told as if it were a change.
     """
     asked = own_request("sota", "--discover.epochs", "2")
     found = {cell.row.key: cell.config for cell in asked.cells}
-    rows = ["kcl", "mcl", "dtc", "rs", "rs-plus", "jia", "openmix", "ncl"]
-    rows += ["simgcd", "pim", "clustering", "uno", "iic", "rkd"]
-    assert list(found) == rows and not asked.refused
+    rows = "kcl mcl dtc rs rs-plus jia openmix ncl simgcd pim clustering uno iic rkd"
+    assert list(found) == rows.split() and not asked.refused
     assert asked.table.benchmarks[0].name == "My Photos (4 / 2)"
     assert asked.output == Path("runs/reproduce-sota-my-photos").absolute()
     for key, config in found.items():
-        data = config.data
-        assert data.source == str(tmp_path / "My Photos")
-        assert data.known_classes == str(tmp_path / "known.txt")
-        assert (data.setting, data.validation_fraction) == ("ncd", 0.1)
-        assert (config.discover.epochs, config.train.batch_size) == (2, 66)
-        assert config.output is None
-        ours = config.method == "uno"
-        assert config.model.prototype_init == ("kmeans" if ours else "random"), key
-        assert config.objective.class_prior == ("kmeans" if ours else None)
-        assert config.model.weights == str(tmp_path / "encoder.safetensors")
+        expected = {
+            "data.source": str(tmp_path / "My Photos"),
+            "data.known_classes": str(tmp_path / "known.txt"),
+            "data.setting": "ncd",
+            "data.validation_fraction": 0.1,
+            "discover.epochs": 2,
+            "train.batch_size": 66,
+            "output": None,
+            "model.weights": str(tmp_path / "encoder.safetensors"),
+        }
+        if config.method == "uno":
+            expected |= {
+                "model.prototype_init": "kmeans",
+                "objective.class_prior": "kmeans",
+            }
+        else:
+            expected |= {
+                "model.prototype_init": "random",
+                "objective.class_prior": None,
+            }
+        assert override(config, expected) == config, key
     assert len({cell.start for cell in asked.cells}) == 1
     assert len({dump_yaml(config) for config in found.values()}) == len(found)
-    assert (
-        asked.changes.keys() & {"data.source", "data.known_classes", "preset"} == set()
-    )
+    assert not asked.changes.keys() & {"data.source", "data.known_classes", "preset"}
     assert "same cached features" in asked.table.notes[1]
-    jobs = tables.plan(asked)
-    assert [job.name.partition("/")[0] for job in jobs] == ["features", *["cells"] * 14]
-    assert (
-        found["uno"].discover.base_lr
-        == found["iic"].discover.base_lr
-        < found["rs"].discover.base_lr
-    )
-    assert {cell.config.discover.base_lr for cell in request(["sota"]).cells} == {0.1}
-    words = ["--model.prototype_init", "random", "--discover.base-lr", "0.5"]
-    rs = own_request("sota", *words, "--rows", "rs").cells[0].config
-    assert (rs.model.prototype_init, rs.discover.base_lr) == ("random", 0.5)
+    kinds = [job.name.partition("/")[0] for job in tables.plan(asked)]
+    assert kinds == ["features", *["cells"] * 14]
+
+
+def test_frozen_features_have_a_rate_of_their_own(own_request):
+    """Kills: this rate in other tables, or above one that the user gives."""
+
+    def rates(request):
+        return {cell.row.key: cell.config.discover.base_lr for cell in request.cells}
+
+    found = rates(own_request("sota"))
+    assert found["uno"] == found["iic"] < found["rs"]
+    assert set(rates(request(["sota"])).values()) == {0.1}
+    words = "--model.prototype_init random --discover.base-lr 0.5 --rows rs"
+    given = own_request("sota", *words.split())
+    assert set(rates(given).values()) == {0.5}
+    assert given.cells[0].config.model.prototype_init == "random"
 
 
 def test_a_table_on_vectors(tmp_path):
@@ -386,12 +354,12 @@ def test_a_table_on_vectors(tmp_path):
     values = np.random.default_rng(0).normal(size=(60, 4))
     given_vectors(values, np.arange(60) % 6).store(f"{tmp_path}/rows.parquet")
     source = f"vectors:{tmp_path}/rows.parquet"
-    words = ["sota", "--data", source, "--known-classes", "first:4", "--seeds", "1"]
-    words += ["--rows", "clustering", "kmeans", "--output", f"{tmp_path}/out"]
-    asked = request(words)
-    assert [cell.row.key for cell in asked.cells] == ["clustering", "uno"]
+    words = f"sota --data {source} --known-classes first:4 --seeds 1"
+    words += f" --rows clustering kmeans --output {tmp_path}/out"
+    asked = request(words.split())
+    found = [(cell.row.key, cell.config.data.source) for cell in asked.cells]
+    assert found == [("clustering", source), ("uno", source)]
     assert not asked.refused
-    assert {cell.config.data.source for cell in asked.cells} == {source}
     assert [job.needs for job in tables.plan(asked)][1:] == [asked.cells[0].start] * 2
 
 
@@ -399,10 +367,8 @@ def test_rows_that_own_images_refuse_are_told(own_request):
     """Kills: a table that is refused whole, a row that is left out without a word."""
     asked = own_request("rotation")
     assert {cell.row.key for cell in asked.cells} == {"uno", "rs-plus"}
-    assert asked.refused.keys() == {
-        "my-photos-uno-rotation",
-        "my-photos-rs-plus-rotation",
-    }
+    refused = {"my-photos-uno-rotation", "my-photos-rs-plus-rotation"}
+    assert asked.refused.keys() == refused
     assert "pretext.epochs must be 0" in asked.refused["my-photos-uno-rotation"]
 
 
@@ -427,37 +393,32 @@ def test_mistakes_about_own_images_are_refused(own_request, words, message):
 def test_images_without_truth_cannot_be_counted(own_request, tmp_path):
     """Kills: a table of dashes after an hour."""
     write_images(tmp_path / "new", {"": 12})
-    words = ["sota", "--labeled", "My Photos", "--unlabeled", "new", "--num-novel", "2"]
+    words = ["--unlabeled", "new", "--num-novel", "2", "--preset", "scratch"]
     with pytest.raises(ConfigError, match="no unlabeled image has a true class"):
-        request([*words, "--preset", "scratch"])
+        request(["sota", "--labeled", "My Photos", *words])
 
 
 def test_a_cell_finds_the_features_of_its_job(frozen_request, monkeypatch):
     """Kills: a job of features whose cells compute them again, under another key or
     in another cache.
     """
-    request, computed, compute = (
-        frozen_request("--parallel", "2"),
-        [],
-        features.encode_chunk,
-    )
-    monkeypatch.setattr(
-        features, "encode_chunk", lambda *a: computed.append(1) or compute(*a)
-    )
+    compute = Mock(side_effect=features.encode_chunk)
+    monkeypatch.setattr(features, "encode_chunk", compute)
+    request = frozen_request("--parallel", "2")
     jobs = {job.name: job for job in tables.plan(request)}
-    cell = jobs[name_of(request, "uno", 1)]
+    cell = jobs[names_of(request)["uno", 1]]
     counts = []
     for job in (jobs[cell.needs], cell, jobs[cell.needs]):
         command, _ = cells.cell_command(request.output, job)
         assert cells.main(command[3:]) == 0
-        counts.append(len(computed))
+        counts.append(compute.call_count)
     assert counts[0] > 0 and counts == counts[:1] * 3
     assert json.loads((request.output / cell.name / "metrics.json").read_text())
 
 
 def test_a_directory_is_of_one_configuration_and_numerics(request_of, monkeypatch):
     """Kills: a table that mixes settings, or results from before and after a change of
-    numbers; a pretraining for each method or each number of epochs of discovery.
+    numbers.
     """
 
     def directories(*words):
@@ -468,37 +429,34 @@ def test_a_directory_is_of_one_configuration_and_numerics(request_of, monkeypatc
     assert first == directories("--device", "cpu")  # which changes no result
     name, start = directories("--objective.epsilon", "0.2")
     assert name != first[0] and start == first[1]
-    name, start = directories("--pretrain.base-lr", "3")
-    assert name != first[0] and start != first[1]
-    shared = [
-        job.config
-        for words in ((), ("--method", "ncl", "--ncl.rampup", "0.5"))
-        for job in tables.plan(request_of("--rows", "uno", "--seeds", "1", *words))
-        if job.needs is None
-    ]
-    assert shared[0] == shared[1]  # so a stopped one goes on for any method
+    assert not set(directories("--pretrain.base-lr", "3")) & set(first)
     monkeypatch.setattr(experiments, "NUMERICS", NUMERICS + 1)
     assert not set(directories()) & set(first)
+
+
+def test_a_pretraining_is_the_same_for_any_method(request_of):
+    """So a stopped one goes on for another. Kills: options of a method in its file."""
+    requests = request_of(), request_of("--method", "ncl", "--ncl.rampup", "0.5")
+    one, other = (tables.plan(request)[0] for request in requests)
+    assert one.needs is None and one.config == other.config
 
 
 def test_a_signal_stops_the_queue(tmp_path):
     """Kills: a driver that starts the next cell after SIGTERM, a running cell that is
     not asked to save, a stopped cell that is taken for a failed one.
     """
-    jobs = [CellProcess(f"cells/{i}", Config(), str(i)) for i in range(3)]
-    (tmp_path / "cells").mkdir()
-    started = []
+    jobs = [cells.CellProcess(f"cells/{i}", Config(), str(i)) for i in range(3)]
 
     def train(command, log, is_stopping):
-        started.append(log.stem)
+        log.write_text("started")
         os.kill(os.getpid(), signal.SIGTERM)
         wait_for(is_stopping)
         return Interrupted.exit_code
 
     with pytest.raises(Interrupted):
-        list(run_jobs(jobs, tmp_path, train, 1))
-    assert started == ["0"]
-    assert not read_attempts(tmp_path)["cells/0"].failed
+        list(cells.run_jobs(jobs, tmp_path, train, 1))
+    assert [log.stem for log in tmp_path.glob("cells/*.log")] == ["0"]
+    assert not cells.read_attempts(tmp_path)["cells/0"].failed
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
@@ -508,42 +466,45 @@ def test_a_table_is_written_under_a_claim_and_that_of_a_killed_driver_goes(
     """Kills: a lock file that stays for ever once every cell has a result, two drivers
     that write at once.
     """
-    storage, held = Storage(str(tmp_path)), []
-    storage.write(LOCK_FILE, b'{"token": "of a killed driver"}')
+    held, lock_file = Mock(), tmp_path / lock.LOCK_FILE
+    lock_file.write_text('{"token": "of a killed driver"}')
     monkeypatch.setattr(lock, "WATCH_S", 0.0)
     monkeypatch.setattr(tables, "plan", lambda request: [])
     monkeypatch.setattr(
-        tables, "write_tables", lambda request: held.append(storage.read(LOCK_FILE))
+        tables, "write_tables", lambda request: held(lock_file.read_text())
     )
     assert main(["ablation", "--output", str(tmp_path)]) == 0
-    assert len(held) == 1 and b"killed" not in held[0] and not storage.exists(LOCK_FILE)
+    held.assert_called_once()
+    assert "killed" not in held.call_args.args[0]
+    assert not lock_file.exists()
+
+
+CHILD = """
+import os, threading, time
+from reproduce.cells import end_with_parent
+
+threading.Thread(target=end_with_parent, daemon=True).start()
+print(os.getpid(), flush=True)
+time.sleep(200)
+"""
 
 
 @pytest.mark.slow
 def test_a_process_ends_with_its_driver(tmp_path):
     """Kills: cells that go on training for a driver that was killed."""
     log = tmp_path / "log"
-    child = "import os, threading, time\nfrom reproduce.cells import end_with_parent\n"
-    child += "threading.Thread(target=end_with_parent, daemon=True).start()\n"
-    child += "print(os.getpid(), flush=True); time.sleep(200)"
 
     def driver():
-        command = [sys.executable, "-c", child]
-        Thread(
-            target=run_local, args=(command, log, lambda: False), daemon=True
-        ).start()
+        work = ([sys.executable, "-c", CHILD], log, lambda: False)
+        Thread(target=cells.run_local, args=work, daemon=True).start()
         wait_for(lambda: log.exists() and log.read_text())
-        print(log.read_text(), file=sys.stderr)
 
-    code, said = forked(driver)
-    assert code == 0
-    pid = int(said)
-    wait_for(
-        lambda: (
-            not (path := Path(f"/proc/{pid}/status")).exists()
-            or "zombie" in path.read_text()
-        )
-    )
+    def has_ended():
+        path = Path(f"/proc/{log.read_text().strip()}/status")
+        return not path.exists() or "zombie" in path.read_text()
+
+    assert forked(driver)[0] == 0
+    wait_for(has_ended)
 
 
 @pytest.mark.release
@@ -553,41 +514,40 @@ def test_a_tiny_ablation_end_to_end(tmp_path, capsys):
     nothing runs twice.
     """
     out = tmp_path / "out"
-    words = [
-        "ablation",
-        "--rows",
-        "no-overclustering",
-        "--seeds",
-        "1",
-        "--output",
-        str(out),
-    ]
-    words += ["--parallel", "1", *TINY]
+    words = f"ablation --rows no-overclustering --seeds 1 --parallel 1 --output {out}"
+    words = [*words.split(), *TINY]
     command = [sys.executable, "-m", "pipelines", "reproduce", *words]
     driver = subprocess.Popen(command, stderr=subprocess.PIPE)
     wait_for(lambda: any(out.glob("cells/*/metrics.json")), 600)
     driver.terminate()
     _, said = driver.communicate(timeout=600)
     assert driver.returncode == 75 and b"resume with the same command" in said
-    before = {path: path.stat().st_mtime for path in out.glob("cells/*/metrics.json")}
-    assert len(before) == 1
+    (first,) = out.glob("cells/*/metrics.json")
+    written_at = first.stat().st_mtime
     assert cli.run_guarded(main, words) == 0
-    assert all(path.stat().st_mtime == time_of for path, time_of in before.items())
+    assert first.stat().st_mtime == written_at
     assert len(list(out.glob("cells/*/metrics.json"))) == 2
     assert "not finished" not in (out / "ablation.md").read_text()
     written = json.loads((out / "ablation.json").read_text())
     measured = [line for line in written["lines"] if "mean" in line]
     assert {line["row"] for line in measured} == {"uno", "no-overclustering"}
-    assert all(line["n"] == 1 for line in measured) and written["missing"] == []
+    assert {line["n"] for line in measured} == {1} and written["missing"] == []
     capsys.readouterr()
     assert main(words) == 0
     assert "nothing is run again" in capsys.readouterr().out
 
 
-SAVES = (
-    "import signal, sys, time\nsignal.signal(15, lambda *_: sys.exit(print('saved',"
-    " flush=True) or 75))\n"
-)
+SAVES = """
+import signal, sys, time
+
+def save(*_):
+    print('saved', flush=True)
+    sys.exit(75)
+
+signal.signal(signal.SIGTERM, save)
+print('ready', flush=True)
+time.sleep(60)
+"""
 SAVES += "print('ready', flush=True)\ntime.sleep(60)"
 
 
@@ -598,8 +558,7 @@ def test_a_command_runs_to_its_end_or_until_it_is_told_to_stop(tmp_path):
     assert cells.run_local(fails, log, lambda: False) == 3
     saves = [sys.executable, "-c", SAVES]
     code = cells.run_local(saves, log, lambda: "ready" in log.read_text())
-    assert code == Interrupted.exit_code
-    assert log.read_text() == "ready\nsaved\n"
+    assert (code, log.read_text()) == (Interrupted.exit_code, "ready\nsaved\n")
 
 
 @pytest.mark.ray
@@ -611,7 +570,7 @@ def test_cells_on_ray(ray_cluster, tmp_path):
 
     def run(name, script, is_stopping=lambda: False):
         command = [sys.executable, "-c", script]
-        return run_on_ray(
+        return cells.run_on_ray(
             ray_cluster, {"num_cpus": 1}, command, tmp_path / name, is_stopping
         )
 

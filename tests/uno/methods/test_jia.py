@@ -10,8 +10,6 @@ from uno.errors import ConfigError
 from uno.methods import jia
 from uno.model import build_network
 
-LABELS = [0, 3, 1, 1]
-
 
 def naive_contrast(features: np.ndarray) -> float:
     """Features (2, B, D); a row is an anchor under either view."""
@@ -26,7 +24,9 @@ def naive_contrast(features: np.ndarray) -> float:
             if (w, j) != (v, i)
         }
         same = [
-            j for j in range(len(LABELS)) if i < len(LABELS) and LABELS[j] == LABELS[i]
+            j
+            for j in range(len(toy.LABELS))
+            if i < len(toy.LABELS) and toy.LABELS[j] == toy.LABELS[i]
         ] or [i]
         positive = [place for place in powers if place[1] in same]
         terms.append(
@@ -54,7 +54,9 @@ def test_the_step_equals_the_loop(step):
     )
     state.extra = {"windows": windows}
     logits.features[:, 6:8] = logits.features[:, 5:6] + 0.3 * logits.features[:, 6:8]
-    found = toy.step_on(small_config(method="jia"), logits, torch.tensor(LABELS), state)
+    found = toy.step_on(
+        small_config(method="jia"), logits, torch.tensor(toy.LABELS), state
+    )
 
     features = logits.features.numpy()
     codes = [
@@ -67,16 +69,8 @@ def test_the_step_equals_the_loop(step):
     ]
     similar = [[share > jia.AGREEMENT for share in row] for row in shares]
     assert 5 < np.sum(similar) < 25
-    heads = [
-        [toy.probabilities(view) for view in head]
-        for head in (logits.known, logits.novel[:, 0])
-    ]
-    weight = 5 * np.exp(-5 * (1 - min(1, step / 5)) ** 2)
-    expected = toy.naive_cross_entropy(
-        logits.known[:, :4].numpy(), LABELS
-    ) + naive_contrast(features)
-    expected += toy.naive_pair_loss(heads[1][0][4:], heads[1][1][4:], similar)
-    expected += weight * sum(toy.naive_mse(*head) for head in heads)
+    expected = toy.naive_pairwise(logits, similar, 5 * toy.ramp(step / 5))
+    expected += naive_contrast(features)
     assert found == pytest.approx(expected, rel=1e-6)
 
 

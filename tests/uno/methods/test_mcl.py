@@ -1,5 +1,7 @@
 """MCL, its similarity network and KCL against loops over pairs."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -7,10 +9,9 @@ import torch
 from tests.uno.methods import toy
 from tests.uno.small_run import fresh_state, small_config
 from uno.methods import kcl, pairs
-from uno.methods.pairs import PairSimilarity, similar_pairs, similarity_loss
 
 
-def naive_logit(network: PairSimilarity, a: np.ndarray, b: np.ndarray) -> float:
+def naive_logit(network: pairs.PairSimilarity, a: np.ndarray, b: np.ndarray) -> float:
     """One pair through the weights, by hand."""
     left, right = a / np.linalg.norm(a), b / np.linalg.norm(b)
     weights = {
@@ -30,16 +31,15 @@ def test_similarity_equals_the_loop():
     """Kills: features of the same view on both sides, a softplus of the wrong sign,
     pairs of one row.
     """
-    network, features = PairSimilarity(6), torch.randn(2, 5, 6)
+    network, features = pairs.PairSimilarity(6), torch.randn(2, 5, 6)
     labels = torch.tensor([0, 1, 0, 2, 2])
     terms = []
-    for i in range(5):
-        for j in range(5):
-            logit = naive_logit(network, features[0, i].numpy(), features[1, j].numpy())
-            sign = 1 if labels[i] == labels[j] else -1
-            terms.append(np.log1p(np.exp(-sign * logit)))
-            assert bool(similar_pairs(network, features)[i, j]) == (logit > 0)
-    found = similarity_loss(network, features, labels).detach()
+    for i, j in product(range(5), range(5)):
+        logit = naive_logit(network, features[0, i].numpy(), features[1, j].numpy())
+        sign = 1 if labels[i] == labels[j] else -1
+        terms.append(np.log1p(np.exp(-sign * logit)))
+        assert bool(pairs.similar_pairs(network, features)[i, j]) == (logit > 0)
+    found = pairs.similarity_loss(network, features, labels).detach()
     assert float(found) == pytest.approx(np.mean(terms), rel=1e-5)
 
 
@@ -47,21 +47,15 @@ def test_pairs_in_parts_are_the_same_pairs(monkeypatch):
     """Logits and gradients. Kills: a part left out, parts in another order, a side
     that is cut off.
     """
-    network, features, found = (
-        PairSimilarity(6),
-        torch.randn(2, 7, 6, requires_grad=True),
-        [],
-    )
+    network, found = pairs.PairSimilarity(6), []
+    features = torch.randn(2, 7, 6, requires_grad=True)
     # all at once; three rows of the left side at a time
     for most in (10**6, 3 * 7 * 24):
         monkeypatch.setattr(pairs, "MOST_AT_ONCE", most)
-        network.zero_grad()
-        features.grad = None
         logits = network(*features)
-        (logits * torch.arange(49.0).view(7, 7)).sum().backward()
-        found.append(
-            [logits.detach(), features.grad, *(p.grad for p in network.parameters())]
-        )
+        weighted = (logits * torch.arange(49.0).view(7, 7)).sum()
+        moved = [features, *network.parameters()]
+        found.append([logits, *torch.autograd.grad(weighted, moved)])
     torch.testing.assert_close(*found)
 
 
@@ -75,7 +69,9 @@ def test_the_step_of_mcl_equals_the_loop():
     network, (first, second) = state.model.novel.auxiliary, logits.features.numpy()
     similar = [[naive_logit(network, a, b) > 0 for b in second[4:]] for a in first[4:]]
     expected = toy.naive_cross_entropy(logits.known[:, :4].numpy(), labels.tolist())
-    expected += float(similarity_loss(network, logits.features[:, :4], labels).detach())
+    expected += float(
+        pairs.similarity_loss(network, logits.features[:, :4], labels).detach()
+    )
     expected += toy.naive_pair_loss(
         *(toy.probabilities(logits.novel[v, 0, 4:]) for v in (0, 1)), similar
     )
@@ -88,7 +84,7 @@ def test_the_similarity_network_learns_without_moving_the_encoder():
     """Kills: features that are not detached, a network that is not trained."""
     state = fresh_state(small_config(method="mcl"))
     features = torch.randn(2, 8, 16, requires_grad=True)
-    similarity_loss(
+    pairs.similarity_loss(
         state.model.novel.auxiliary, features, torch.arange(8) % 2
     ).backward()
     assert (
@@ -99,13 +95,9 @@ def test_the_similarity_network_learns_without_moving_the_encoder():
 
 def naive_contrast(p: np.ndarray, q: np.ndarray, similar: list[list[bool]]) -> float:
     terms = []
-    for i, row in enumerate(p):
-        for j, target in enumerate(q):
-            kl = sum(
-                (b + 1e-7) * np.log((b + 1e-7) / (a + 1e-7))
-                for a, b in zip(row, target, strict=True)
-            )
-            terms.append(kl if similar[i][j] else max(0.0, 2.0 - kl))
+    for i, j in product(range(len(p)), range(len(q))):
+        kl = sum((q[j] + 1e-7) * np.log((q[j] + 1e-7) / (p[i] + 1e-7)))
+        terms.append(kl if similar[i][j] else max(0.0, 2.0 - kl))
     return float(np.mean(terms))
 
 
@@ -126,7 +118,9 @@ def test_the_step_of_kcl_equals_the_loop():
     network, features = state.model.novel.auxiliary, logits.features[:, 4:].numpy()
     first, second = (toy.probabilities(logits.novel[v, 0, 4:]) for v in (0, 1))
     expected = toy.naive_cross_entropy(logits.known[:, :4].numpy(), labels.tolist())
-    expected += float(similarity_loss(network, logits.features[:, :4], labels).detach())
+    expected += float(
+        pairs.similarity_loss(network, logits.features[:, :4], labels).detach()
+    )
     for p, q, own, others in (
         (first, second, *features),
         (second, first, *features[::-1]),

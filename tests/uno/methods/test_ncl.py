@@ -11,8 +11,6 @@ from uno.data.memory import TrainSet
 from uno.methods import ncl
 from uno.model import build_network
 
-LABELS = [0, 3, 1, 1]
-
 
 def directions(num: int, seed: int) -> torch.Tensor:
     """Unit vectors (num, 6) in float64, all in one half of space: none is too unlike
@@ -32,7 +30,7 @@ def log_softmax(cosines: list[float]) -> list[float]:
 def naive_class_terms(query, key, memory, classes) -> float:
     """Of labeled rows, one at a time, over the entries that are there."""
     terms = []
-    for q, k, label in zip(query, key, LABELS, strict=True):
+    for q, k, label in zip(query, key, toy.LABELS, strict=True):
         there = [j for j in range(len(memory)) if classes[j] >= 0]
         log_p = log_softmax([q @ k, *(q @ memory[j] for j in there)])
         positive = [
@@ -113,7 +111,7 @@ def test_the_step_equals_the_loop(step, total, novel, terms, least):
     )
     # a similar pair under this view alone
     logits.features[0, 8] = 2 * logits.features[0, 7] + 0.01
-    found = toy.step_on(config, logits, torch.tensor(LABELS), state)
+    found = toy.step_on(config, logits, torch.tensor(toy.LABELS), state)
 
     (first, second), m, known = (
         F.normalize(logits.features, dim=-1).numpy(),
@@ -122,36 +120,27 @@ def test_the_step_equals_the_loop(step, total, novel, terms, least):
     )
     similar = [[bool(a @ b > least) for b in first[4:]] for a in first[4:]]
     assert np.sum(similar) == 7 if least == 0.95 else 7 < np.sum(similar) < 25
-    heads = [
-        [toy.probabilities(view) for view in head]
-        for head in (logits.known, logits.novel[:, 0])
-    ]
-    weight = 5 * np.exp(-5 * (1 - min(1, step / total / 0.25)) ** 2)
-    expected = toy.naive_cross_entropy(logits.known[:, :4].numpy(), LABELS)
-    expected += toy.naive_pair_loss(heads[1][0][4:], heads[1][1][4:], similar)
-    expected += weight * sum(toy.naive_mse(*head) for head in heads)
+    weight = 5 * toy.ramp(step / total / 0.25)
+    expected = toy.naive_pairwise(logits, similar, weight)
     expected += 0.1 * naive_class_terms(first[:4], second[:4], known, classes.tolist())
     if "near" in terms:
         hard = [[]] * 5
         if "hard" in terms:
-            shape, generator = (
-                (5, 5, 8 if novel == 3 else 1),
-                torch.Generator().manual_seed(step),
+            shape = 5, 5, 8 if novel == 3 else 1
+            draws = torch.randint(
+                32, shape, generator=torch.Generator().manual_seed(step)
             )
-            hard = naive_hard(
-                first[4:],
-                m,
-                known,
-                torch.randint(32, shape, generator=generator).tolist(),
-                8,
-            )
+            hard = naive_hard(first[4:], m, known, draws.tolist(), 8)
         expected += naive_neighbor_terms(
             first[4:], second[4:], m, 40 // novel // 2, hard
         )
     assert found == pytest.approx(expected, rel=1e-9)
     np.testing.assert_allclose(state.extra["memory"], [*first[4:], *m[:-5]])
     np.testing.assert_allclose(state.extra["labeled_memory"], [*first[:4], *known[:-4]])
-    assert state.extra["labeled_classes"].tolist() == [*LABELS, *classes.tolist()[:-4]]
+    assert state.extra["labeled_classes"].tolist() == [
+        *toy.LABELS,
+        *classes.tolist()[:-4],
+    ]
 
 
 def test_the_other_view_and_the_memories_have_no_gradient():

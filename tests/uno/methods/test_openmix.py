@@ -20,7 +20,6 @@ from uno.model import Logits
 from uno.steps import Batch
 
 CONFIG = small_config(method="openmix")
-LABELS = [0, 3, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +54,7 @@ def test_the_step_equals_the_loop(step, least):
         or logits._replace(known=logits.known + leaf, novel=logits.novel + leaf)
     )
     found = float(
-        step_of(config)(state, Batch(views, torch.tensor(LABELS), 2), config, 0.0)
+        step_of(config)(state, Batch(views, torch.tensor(toy.LABELS), 2), config, 0.0)
     )
 
     partner, share = (part.tolist() for part in openmix.draw_mixtures(step, 4, 10))
@@ -65,10 +64,7 @@ def test_the_step_equals_the_loop(step, least):
         and {*partner} <= {*range(6)}
         and len({*partner}) > 2
     )
-    heads = [
-        [toy.probabilities(view) for view in head]
-        for head in (logits.known, logits.novel[:, 0])
-    ]
+    novel_probabilities = toy.probabilities(logits.novel[0, 0])
     errors = []
     for i in range(10):
         other = 4 + partner[i]
@@ -76,14 +72,14 @@ def test_the_step_equals_the_loop(step, least):
         torch.testing.assert_close(seen[2][i], mixed)
         target = [0.0] * 7
         if i < 4:
-            target[LABELS[i]] += share[i]
+            target[toy.LABELS[i]] += share[i]
         for k in range(3):
-            target[4 + k] += (1 - share[i]) * heads[1][0][other][k]
-            target[4 + k] += share[i] * heads[1][0][i][k] if i >= 4 else 0
+            target[4 + k] += (1 - share[i]) * novel_probabilities[other][k]
+            target[4 + k] += share[i] * novel_probabilities[i][k] if i >= 4 else 0
         joint = toy.softmax(
             np.concatenate([logits.known[2, i], logits.novel[2, 0, i]]) / toy.TAU
         )
-        counts = i < 4 or max(heads[1][0][i]) > 0.9
+        counts = i < 4 or max(novel_probabilities[i]) > 0.9
         errors.append(
             sum((p - t) ** 2 for p, t in zip(joint, target, strict=True))
             if counts
@@ -92,10 +88,8 @@ def test_the_step_equals_the_loop(step, least):
     directions = [row / np.linalg.norm(row) for row in logits.features[0, 4:].numpy()]
     similar = [[bool(a @ b > least) for b in directions] for a in directions]
     assert np.sum(similar) == 8 if least == 0.95 else 8 < np.sum(similar) < 36
-    ramp = np.exp(-5 * (1 - min(1, step / 5)) ** 2)
-    expected = toy.naive_cross_entropy(logits.known[:2, :4].numpy(), LABELS)
-    expected += toy.naive_pair_loss(heads[1][0][4:], heads[1][1][4:], similar)
-    expected += 5 * ramp * sum(toy.naive_mse(*head[:2]) for head in heads)
+    ramp = toy.ramp(step / 5)
+    expected = toy.naive_pairwise(logits, similar, 5 * ramp)
     expected += openmix.WEIGHT * ramp * np.mean(errors)
     assert found == pytest.approx(expected, rel=1e-9)
 
@@ -116,11 +110,10 @@ def test_a_row_has_the_same_partner_on_any_number_of_workers(monkeypatch):
 def test_it_starts_at_clusters_of_the_features():
     """Kills: random prototypes, centers of the known rows."""
     state = fresh_state(CONFIG)
-    state.model.eval()
-    _, _, features = training_features(CONFIG, state.model, small_sets()[0])
+    features = training_features(CONFIG, state.model.eval(), small_sets()[0])[2]
     rows = torch.nn.functional.normalize(features, dim=1)
-    models = [found.model for found in (state, fresh_state(small_config(method="rs")))]
     near, random = (
-        (rows @ m.novel.weight[0].detach().T).amax(dim=1).mean() for m in models
+        (rows @ found.model.novel.weight[0].detach().T).amax(dim=1).mean()
+        for found in (state, fresh_state(small_config(method="rs")))
     )
     assert near > random + 0.1

@@ -10,7 +10,6 @@ from torch.nn.functional import normalize
 from tests.uno.methods import toy
 from tests.uno.methods.test_all_methods import config_of, feature_set
 from tests.uno.small_run import fresh_state, small_config, train_both
-from uno.clustering.frozen import find_correct_rows
 from uno.clustering.initialization import Sample, cluster_features
 from uno.data.files import Storage
 from uno.methods import default_settings, pim
@@ -132,45 +131,6 @@ def test_lambda_is_the_best_on_labeled_rows(monkeypatch):
     assert pim.fit_classifier(
         sample, 5, "gcd", 0, weight=0.9
     ).weight == 0.9 and asked == [(0.9, True, 0)]
-
-
-def noisy(num_classes=6, num_known=4, seed=0):
-    """Features of classes of very different size that lie close; half of each known
-    one has labels.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    truth = torch.arange(num_classes).repeat_interleave(
-        torch.tensor([60, 20, 60, 20, 60, 20])
-    )
-    centers = torch.randn(num_classes, 12, generator=generator)
-    rows = centers[truth] + 1.2 * torch.randn(len(truth), 12, generator=generator)
-    labeled = (truth < num_known) & (torch.arange(len(truth)) % 2 == 0)
-    return Sample(rows[labeled], truth[labeled], rows[~labeled]), truth[~labeled]
-
-
-def test_it_finds_more_than_it_starts_from():
-    """Kills: a descent upward, labels of other rows; the length of features does not
-    matter.
-    """
-    sample, truth = noisy()
-    found = pim.fit_classifier(sample, 2, "gcd", 0, steps=100)
-    outputs = (normalize(sample.unlabeled, dim=1) @ found.weights.T).argmax(dim=1)
-    start = cluster_features(sample.unlabeled, *sample[:2], 2, "gcd", 0).assignment
-    own, before = (
-        float(find_correct_rows(truth, each, 6).float().mean())
-        for each in (outputs, start)
-    )
-    # as classes differ in size
-    assert own > before + 0.02 and own > 0.85 and found.weight >= 0.75
-    longer = pim.fit_classifier(
-        Sample(3 * sample.labeled, sample.labels, 5 * sample.unlabeled),
-        2,
-        "gcd",
-        0,
-        steps=100,
-    )
-    assert longer.weight == found.weight
-    torch.testing.assert_close(longer.weights, found.weights, rtol=1e-3, atol=1e-3)
 
 
 def test_rows_of_different_length_are_kept_as_cosines():

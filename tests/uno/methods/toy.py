@@ -1,8 +1,9 @@
 """Logits without a network, and naive sums."""
 
+from itertools import product
+
 import numpy as np
 import torch
-from torch import Tensor
 
 from tests.uno.small_run import step_of
 from uno.config import Config
@@ -12,7 +13,12 @@ from uno.steps import Batch, TrainState
 TAU = 0.1
 
 
-def step_on(config: Config, logits: Logits, labels: Tensor, state: TrainState) -> float:
+LABELS = [0, 3, 1, 1]  # of the first rows
+
+
+def step_on(
+    config: Config, logits: Logits, labels: torch.Tensor, state: TrainState
+) -> float:
     """The loss of the method's step whose network gives ``logits``."""
     # something to differentiate by
     leaf = torch.zeros((), dtype=logits.known.dtype, requires_grad=True)
@@ -26,22 +32,18 @@ def random_logits(
     num_rows: int, num_known: int, num_novel: int, num_features: int, seed: int = 0
 ) -> Logits:
     """Float64 cosines and features of two views and one head."""
-    generator, shapes = (
-        torch.Generator().manual_seed(seed),
-        ((num_known,), (num_novel,), (num_features,)),
-    )
+    generator = torch.Generator().manual_seed(seed)
     known, novel, features = (
-        torch.rand(2, num_rows, *shape, generator=generator, dtype=torch.float64) * 2
-        - 1
-        for shape in shapes
+        torch.rand(2, num_rows, num, generator=generator, dtype=torch.float64) * 2 - 1
+        for num in (num_known, num_novel, num_features)
     )
     return Logits(known, novel.unsqueeze(1), None, features)
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
     """Of one row."""
-    powers = [float(np.exp(value - max(logits))) for value in logits]
-    return np.array([power / sum(powers) for power in powers])
+    powers = np.exp(logits - max(logits))
+    return powers / sum(powers)
 
 
 def naive_cross_entropy(rows: np.ndarray, labels: list[int]) -> float:
@@ -64,10 +66,9 @@ def naive_pair_loss(
     bool.
     """
     terms = []
-    for i, p in enumerate(first):
-        for j, q in enumerate(second):
-            together = sum(a * b for a, b in zip(p, q, strict=True))
-            terms.append(-np.log((together if similar[i][j] else 1 - together) + 1e-7))
+    for i, j in product(range(len(first)), range(len(second))):
+        together = sum(first[i] * second[j])
+        terms.append(-np.log((together if similar[i][j] else 1 - together) + 1e-7))
     return float(np.mean(terms))
 
 
@@ -80,6 +81,24 @@ def naive_mse(first: np.ndarray, second: np.ndarray) -> float:
     )
 
 
-def probabilities(logits: Tensor) -> np.ndarray:
+def ramp(progress: float) -> float:
+    """The weight of a loss that rises until ``progress`` is 1."""
+    return float(np.exp(-5 * (1 - min(1, progress)) ** 2))
+
+
+def naive_pairwise(logits: Logits, similar: np.ndarray, weight: float) -> float:
+    """The objective of RS: labels of known rows, pairs of unlabeled rows, and a
+    weighted consistency of the two views.
+    """
+    known, novel = (
+        [probabilities(view) for view in head[:2]]
+        for head in (logits.known, logits.novel[:, 0])
+    )
+    loss = naive_cross_entropy(logits.known[:2, :4].numpy(), LABELS)
+    loss += naive_pair_loss(novel[0][4:], novel[1][4:], similar)
+    return loss + weight * (naive_mse(*known) + naive_mse(*novel))
+
+
+def probabilities(logits: torch.Tensor) -> np.ndarray:
     """(N, K) logits -> softmax at tau, one row at a time."""
     return np.array([softmax(row) for row in logits.numpy() / TAU])

@@ -31,7 +31,6 @@ class Page(HTMLParser):
         self.scripts: list[str] = []
         self.text = ""
         self.unclosed: list[str] = []
-        self.comments: list[str] = []
         self._open: tuple[str, dict[str, str]] = ("", {})
         self.feed(html)
         self.close()
@@ -48,7 +47,7 @@ class Page(HTMLParser):
         self._open = ("", {})
 
     def handle_comment(self, data: str) -> None:
-        self.comments.append(data)
+        raise AssertionError(f"the page has a comment: {data}")
 
     def handle_data(self, data: str) -> None:
         if self.unclosed and self.unclosed[-1] == "script":

@@ -73,28 +73,31 @@ def write_run(
     tensors = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
     tensors["head_losses"] = torch.tensor([0.4, 0.3, 0.2, 0.5])
     save_checkpoint(storage, "discover", Checkpoint(10, tensors, dump_yaml(config)))
-    storage.write("config.yaml", dump_yaml(config).encode())
-    storage.write(
-        "environment.json",
-        json.dumps(describe_environment(task.rows.fingerprint)).encode(),
-    )
-    for phase in ("pretrain", "discover"):
-        for step in (5, 10):
-            line = {
-                "phase": phase,
-                "step": step,
-                "total_steps": 10,
-                "epoch": step // 5,
-                "epochs": 2,
-                "loss": 3.0 / step,
-                "lr": 0.1 / step,
-                "images_per_s": 100.0,
-                "skipped_steps": 0,
-                "head_losses": [1.0 / step + h for h in range(4)],
-            }
-            storage.append("metrics.jsonl", (json.dumps(line) + "\n").encode())
+    lines = [
+        {
+            "phase": phase,
+            "step": step,
+            "total_steps": 10,
+            "epoch": step // 5,
+            "epochs": 2,
+            "loss": 3.0 / step,
+            "lr": 0.1 / step,
+            "images_per_s": 100.0,
+            "skipped_steps": 0,
+            "head_losses": [1.0 / step + h for h in range(4)],
+        }
+        for phase in ("pretrain", "discover")
+        for step in (5, 10)
+    ]
+    files = {
+        "config.yaml": dump_yaml(config),
+        "environment.json": json.dumps(describe_environment(task.rows.fingerprint)),
+        "metrics.jsonl": "\n".join(map(json.dumps, lines)) + "\n",
+        "bad_samples.jsonl": json.dumps({"id": HOSTILE[1], "reason": HOSTILE[0]})
+        + "\n",
+    }
     if metrics is not None:
-        storage.write("metrics.json", json.dumps(metrics).encode())
-    bad = json.dumps({"id": HOSTILE[1], "reason": HOSTILE[0]})
-    storage.write("bad_samples.jsonl", f"{bad}\n".encode())
+        files["metrics.json"] = json.dumps(metrics)
+    for name, text in files.items():
+        storage.write(name, text.encode())
     return storage

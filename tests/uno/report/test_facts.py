@@ -1,8 +1,7 @@
 """What the page says and shows: classes, warnings, commands, drawings, pictures."""
 
-import base64
 from dataclasses import replace
-from io import BytesIO
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from uno.data.memory import DecodedImages, RowBlocks
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
 from uno.report import charts, checks, facts, pictures
-from uno.report.facts import RunData
 from uno.report.findings import class_similarity, nearest, summarize
 from uno.report.sample import Sample, choose_rows, open_model, score_sample
 from uno.results.classes import first_classes
@@ -34,16 +32,11 @@ from uno.runs import PHASES
 
 def sample_of(task: Task, outputs: np.ndarray, num_heads: int = 3) -> Sample:
     """Every head is sure of ``outputs`` (M,)."""
-    num = len(task.rows)
-    names = [*task.known, *(f"novel-{i + 1}" for i in range(task.num_novel))]
-    features = (
-        np.eye(len(names), dtype=np.float32)[outputs]
-        + np.linspace(0, 0.1, num, dtype=np.float32)[:, None]
-    )
-    classes = first_classes(task.known, task.num_novel)
+    num, classes = len(task.rows), first_classes(task.known, task.num_novel)
+    features = np.eye(len(classes))[outputs] + np.linspace(0, 0.1, num)[:, None]
     return Sample(
         index=np.arange(num),
-        features=features,
+        features=features.astype(np.float32),
         votes=outputs[:, None].repeat(num_heads, axis=1),
         confidence=np.full(num, 0.99, np.float32),
         best_head=0,
@@ -60,12 +53,9 @@ def digits() -> Task:
     return make_task(read_rows(config.data), config.data)
 
 
-def warned(task, sample: Sample, known: RunData | None = None) -> list[str]:
+def warned(task, sample: Sample, known: facts.RunData) -> list[str]:
     return [
-        seen
-        for seen, _ in checks.warnings(
-            "ncd", known or RunData(), summarize(task, sample)
-        )
+        title for title, _ in checks.warnings("ncd", known, summarize(task, sample))
     ]
 
 
@@ -87,19 +77,18 @@ def test_likeness_finds_the_nearest():
     """Kills: a class like itself, a scale on which all classes are alike, classes
     without rows.
     """
-    shared = torch.tensor([5.0, 0, 0, 0])  # what all images have in common says nothing
-    axes = torch.eye(4)
-    rows = [
-        axes[1],
-        axes[2],
-        axes[3],
-        axes[1] + 0.2 * axes[3],
-        axes[1],
-        axes[3] - axes[1],
-    ]
-    likeness = class_similarity(
-        shared + torch.stack(rows), torch.tensor([0, 1, 2, 3, 4, 6]), 7
-    ).numpy()
+    rows = torch.tensor(
+        [  # what all images have in common says nothing
+            [5.0, 1, 0, 0],
+            [5.0, 0, 1, 0],
+            [5.0, 0, 0, 1],
+            [5.0, 1, 0, 0.2],
+            [5.0, 1, 0, 0],
+            [5.0, -1, 0, 1],
+        ]
+    )
+    outputs = torch.tensor([0, 1, 2, 3, 4, 6])
+    likeness = class_similarity(rows, outputs, 7).numpy()
     output, cosine = nearest(likeness[3, :3])
     assert output == 0 and cosine > 0.9 > 0.1 > likeness[3, 1]
     assert nearest(likeness[3, 3:], 3)[0] == 4  # neither itself nor the empty one
@@ -127,7 +116,6 @@ def test_agreement_is_that_of_the_predictions(tmp_path):
     )
     again = score_sample(task, open_model(config, storage, task, "cpu"), decode)
     [(_, _, scores)] = score_rows(aligned, decode, [np.arange(len(task.rows))])
-    assert scores is not None
     for found in (sample, again):  # an unfinished run and a finished one
         assert (found.output == scores.class_index.numpy()).all()
         assert np.allclose(found.confidence, scores.probability.numpy(), atol=1e-6)
@@ -162,7 +150,9 @@ def moved(sample: Sample, source: int, target: int, but: int = 0) -> Sample:
     ],
 )
 def test_warnings_about_classes(digits, change, seen):
-    trained = RunData(journal=[{"phase": "discover", "step": 5, "total_steps": 5}])
+    trained = facts.RunData(
+        journal=[{"phase": "discover", "step": 5, "total_steps": 5}]
+    )
     found = warned(digits, change(sample_of(digits, digits.eval_labels)), trained)
     assert any(seen in title for title in found) if seen else found == []
 
@@ -174,26 +164,18 @@ def test_warnings_about_a_phase(phase):
         {"phase": phase, "step": s, "total_steps": 10, "skipped_steps": 2, "epochs": 1}
         for s in (1, 5)
     ]
-    found = [seen for seen, _ in checks.warnings("ncd", RunData(journal=lines), None)]
+    found = [
+        seen for seen, _ in checks.warnings("ncd", facts.RunData(journal=lines), None)
+    ]
     assert f"Unfinished: the {phase} phase stopped at step 5 of 10" in found
     assert f"2 steps of {phase} skipped because the loss was not finite" in found
 
 
 def test_warnings_about_training(digits):
-    line = {
-        "phase": "discover",
-        "step": 5,
-        "total_steps": 10,
-        "skipped_steps": 2,
-        "epochs": 1,
-    }
-    known = RunData(
-        {"train/novel/task_aware/acc/avg": 0.4, "baseline/kmeans/novel/acc": 0.5},
-        journal=[line],
-    )
+    values = {"train/novel/task_aware/acc/avg": 0.4, "baseline/kmeans/novel/acc": 0.5}
     sample = sample_of(digits, digits.eval_labels, 1)
-    titles = " ".join(warned(digits, sample, known))
-    assert "No better than clustering: 40.0%" in titles
+    titles = warned(digits, sample, facts.RunData(values))
+    assert any("No better than clustering: 40.0%" in title for title in titles)
 
 
 def test_a_sample_keeps_the_shares(digits):
@@ -273,21 +255,14 @@ def test_maps_repeat_keep_groups_apart_and_need_differences():
 
 def read_picture(uri: str) -> np.ndarray:
     """The pixels of a data URI."""
-    data = base64.b64decode(uri.partition("base64,")[2])
-    return np.asarray(Pillow.open(BytesIO(data)))
+    with urlopen(uri) as stream:
+        return np.asarray(Pillow.open(stream))
 
 
 def test_galleries(monkeypatch):
-    images = np.array([10, 20, 30], np.uint8)[:, None, None, None] + np.zeros(
-        (3, 3, 8, 8), np.uint8
-    )
+    images = np.array([10, 20, 30], np.uint8).repeat(3 * 8 * 8).reshape(3, 3, 8, 8)
     picture = read_picture(encode(images, 2, 80))
-    assert (
-        picture.shape == (16, 16)
-        and picture[0, 0] == 10
-        and picture[0, 8] == 20
-        and picture[8, 0] == 30
-    )
+    assert picture[::8, ::8].ravel()[:3].tolist() == [10, 20, 30]
     # every member is there once; where there is no room, as many of each class
     task = hostile_task(small_config(), rows_per_class=10)
     sample = sample_of(task, task.eval_labels)

@@ -60,7 +60,7 @@ def test_hostile_names_are_inert_and_nothing_is_asked_for(hostile):
     pasted into SVG or titles.
     """
     page, html, _ = hostile
-    assert page.unclosed == [] and page.comments == [] and requests(page) == [GLOSSARY]
+    assert page.unclosed == [] and requests(page) == [GLOSSARY]
     # data and our own; nobody else's
     assert len(page.scripts) == 2 and "alert(1)" not in page.scripts[1]
     assert not [
@@ -129,13 +129,7 @@ def test_page_is_complete_without_scripts(hostile):
         word for _, attrs in page.tags for word in attrs.get("class", "").split()
     }
     assert {"matrix", "map", "tiles-of", "line", "heads", "results"} <= classes
-    for word in (
-        "No better than clustering",
-        "Task-agnostic, strict",
-        "Chance",
-        "config.yaml",
-        "uno discover",
-    ):
+    for word in ("No better than clustering", "config.yaml", "uno discover"):
         assert word in page.text
 
 
@@ -149,13 +143,6 @@ def test_page_without_truth_metrics_or_test_split(tmp_path):
     )
     known = {key: value for key, value in METRICS.items() if "/known/" in key}
     page = written(write_run(tmp_path / "known", CONFIG, task, known), task)
-    heads = [
-        attrs
-        for tag, attrs in page.tags
-        if tag == "th" and attrs.get("scope") == "colgroup"
-    ]
-    # two splits, one group each
-    assert [head["colspan"] for head in heads] == ["2"] * 4
     assert sorted(key for tag, key, _ in page.shown if tag == "td") == sorted(known)
     assert {
         "results-title",
@@ -198,10 +185,9 @@ def test_page_without_the_run_s_files(tmp_path, damage):
 
 def test_estimate_of_the_number_of_classes(tmp_path):
     storage = write_run(tmp_path, CONFIG, TASK)
-    curve = {"f1": [0.2, 0.9, 0.5]}
     estimate = {
         "ks": [2, 5, 9],
-        "curves": curve,
+        "curves": {"f1": [0.2, 0.9, 0.5]},
         "num_novel": 5,
         "low": 4,
         "high": 6,
@@ -265,15 +251,9 @@ def test_names_edited_in_the_page_are_applied(tmp_path, monkeypatch):
 
     def edited(*edits) -> list[str]:
         """What the page says after each, and the file that can be saved."""
-        given = json.dumps([page.scripts[1], page.scripts[0], edits])
-        done = subprocess.run(
-            ["node", "-e", PAGE],
-            input=given,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        return json.loads(done.stdout)
+        given = json.dumps([page.scripts[1], page.scripts[0], edits]).encode()
+        command = ["node", "-e", PAGE]
+        return json.loads(subprocess.check_output(command, input=given, timeout=60))
 
     # fields are name and action of each discovered class, by turns; indices 5 to 9
     hard = "é 😀: #\"'\\ - x"
@@ -310,32 +290,25 @@ def test_chromium_opens_it_without_a_word_and_clips_nothing(hostile, tmp_path):
     """At the width of a screen and of a phone. Kills: a column of the classes that
     one must scroll to.
     """
-    chromium = (
-        shutil.which("chromium")
-        or shutil.which("chromium-browser")
-        or shutil.which("google-chrome")
-    )
+    names = ("chromium", "chromium-browser", "google-chrome")
+    chromium = next(filter(None, map(shutil.which, names)), None)
     if chromium is None:
         pytest.skip("no chromium on this machine")
-    picture = tmp_path / "page.png"
-    flags = (
-        "--headless --no-sandbox --disable-gpu --no-first-run"
-        " --disable-background-networking"
-    )
-    flags += " --disable-component-update --disable-sync --enable-logging=stderr --v=0"
-    flags += " --allow-file-access-from-files"
-    where = [
-        f"--user-data-dir={tmp_path}/profile",
-        f"--screenshot={picture}",
-        "--window-size=1450,2000",
-    ]
-    page, frames = hostile[2].path("report.html"), tmp_path / "frames.html"
+    picture, frames = tmp_path / "page.png", tmp_path / "frames.html"
     both = "".join(
-        f'<iframe src="file://{page}" width="{side}" height="900"></iframe>'
+        f'<iframe src="file://{hostile[2].path("report.html")}" width="{side}"'
+        ' height="900"></iframe>'
         for side in (1400, 390)
     )
     frames.write_text(FRAMES.format(frames=both))
-    command = [chromium, *flags.split(), *where, f"file://{frames}"]
+    flags = (
+        "--headless --no-sandbox --disable-gpu --no-first-run"
+        " --disable-background-networking --disable-component-update --disable-sync"
+        " --enable-logging=stderr --v=0 --allow-file-access-from-files"
+        f" --user-data-dir={tmp_path}/profile --screenshot={picture}"
+        f" --window-size=1450,2000 file://{frames}"
+    )
+    command = [chromium, *flags.split()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=800)
     assert "CONSOLE" not in done.stderr, done.stderr
     assert picture.stat().st_size > 20_000

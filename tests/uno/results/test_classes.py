@@ -4,6 +4,7 @@ for every mistake.
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,13 +24,7 @@ from uno.results.classes import (
 )
 
 HASH = "0123456789abcdef"
-KNOWN = [
-    OutputClass(i, name, "known", i) for i, name in enumerate(["cat", "dog", "007"])
-]
-CLASSES = [
-    *KNOWN,
-    *(OutputClass(3 + i, f"novel-{i + 1}", "novel", 3 + i) for i in range(4)),
-]
+CLASSES = first_classes(["cat", "dog", "007"], 4)
 HOSTILE = [
     "</script>",
     "a: b # c",
@@ -39,7 +34,6 @@ HOSTILE = [
     "1e3",
     "é",
     "😀",
-    "\u202ertl",
     "x" * 300,
     "{a}",
     "&a *a",
@@ -48,7 +42,7 @@ HOSTILE = [
 
 def edits(*entries, **keys) -> bytes:
     full = [
-        {"index": 3 + i, "name": f"novel-{i + 1}", "action": "keep"} for i in range(4)
+        {"index": i, "name": f"novel-{i - 2}", "action": "keep"} for i in range(3, 7)
     ]
     for entry in entries:
         full[entry["index"] - 3] |= entry
@@ -59,25 +53,42 @@ def read(data: bytes) -> list[OutputClass]:
     return apply_edits(data, "classes.yaml", CLASSES, HASH)
 
 
-def test_a_fresh_file_changes_nothing():
-    assert read(template(CLASSES, HASH).encode()) == CLASSES
-
-
 @pytest.mark.parametrize("name", HOSTILE)
 def test_any_name_survives_the_file(name):
-    classes = [
-        *CLASSES[:3],
-        OutputClass(3, name, "novel", 3),
-        *CLASSES[4:6],
-        OutputClass(6, "x", "novel", 3),
-    ]
-    if not name.isprintable():
-        with pytest.raises(ConfigError, match="printable"):
-            read(template(classes, HASH).encode())
-        return
+    named = replace(CLASSES[3], name=name)
+    classes = [*CLASSES[:3], named, *CLASSES[4:6], replace(CLASSES[6], into=3)]
     assert read(template(classes, HASH).encode()) == classes
     stored = ModelClasses(classes=classes)
     assert ModelClasses.parse(stored.dump()) == stored
+
+
+ENTRY = {"index": 0, "name": "a", "kind": "known", "into": 0}
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        "",
+        "[]",
+        '{"classes": []}',
+        *(
+            json.dumps({"classes": [ENTRY | change]})
+            for change in (
+                {"index": 1},
+                {"into": 5},
+                {"into": math.inf},
+                {"into": None},
+                {"kind": "new"},
+                {"name": 3},
+                {"more": 1},
+            )
+        ),
+    ],
+)
+def test_damaged_class_lists_are_refused(damaged):
+    assert ModelClasses.parse(json.dumps({"classes": [ENTRY]}).encode())
+    with pytest.raises(StorageError, match=r"classes.json is damaged"):
+        ModelClasses.parse(damaged.encode())
 
 
 def test_names_merges_and_drops():
@@ -85,7 +96,9 @@ def test_names_merges_and_drops():
     like_cats = {"index": 6, "name": "like cats", "action": "merge into cat"}
     found = read(edits(seven, merged, {"index": 5, "action": "drop"}, like_cats))
     expected = [("7", 3), ("novel-2", 3), ("novel-3", None), ("like cats", 0)]
-    assert found[:3] == KNOWN and [(c.name, c.into) for c in found[3:]] == expected
+    assert (
+        found[:3] == CLASSES[:3] and [(c.name, c.into) for c in found[3:]] == expected
+    )
     before = ModelClasses(classes=CLASSES, best_head=2, alignment=[[0]])
     stored = ModelClasses.parse(before.with_classes(found).dump())
     assert (stored.classes, stored.best_head, stored.alignment) == (found, 2, [[0]])
@@ -123,6 +136,7 @@ def test_a_second_edit_can_take_the_first_one_back():
         (edits({"index": 3, "nam": "a"}), "nam: Extra inputs are not permitted"),
         (edits({"index": 3, "name": ""}), "1 to 300 printable"),
         (edits({"index": 3, "name": "a\nb"}), "1 to 300 printable"),
+        (edits({"index": 3, "name": "\u202ertl"}), "1 to 300 printable"),
         (edits({"index": 3, "name": None}), "must be text"),
         (edits({"index": 3, "name": True}), "in quotes"),
         (
@@ -158,27 +172,6 @@ def test_mistakes_are_one_line(data, words):
     assert "\n" not in str(error.value) and str(error.value).startswith("classes.yaml")
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"index": 1},
-        {"into": 5},
-        {"into": math.inf},
-        {"into": None},
-        {"kind": "new"},
-        {"name": 3},
-        {"more": 1},
-    ],
-)
-def test_damaged_class_lists(change):
-    entry = {"index": 0, "name": "a", "kind": "known", "into": 0}
-    assert ModelClasses.parse(json.dumps({"classes": [entry]}).encode())
-    for data in ("", "[]", '{"classes": []}', {"classes": [entry | change]}):
-        text = data if isinstance(data, str) else json.dumps(data)
-        with pytest.raises(StorageError, match=r"classes.json is damaged"):
-            ModelClasses.parse(text.encode())
-
-
 def test_route_adds_merged_and_keeps_dropped():
     """Kills: a merge that overwrites, a dropped class whose mass goes to the others
     or nowhere.
@@ -186,12 +179,10 @@ def test_route_adds_merged_and_keeps_dropped():
     into = [0, 1, 2, 0, 0, None, 6]
     classes = [OutputClass(i, str(i), "novel", t) for i, t in enumerate(into)]
     probabilities = torch.rand(5, 7).softmax(dim=-1)
-    found = merge_outputs(probabilities, classes)
-    torch.testing.assert_close(found[:, 0], probabilities[:, [0, 3, 4]].sum(dim=-1))
-    rest = [1, 2, 5, 6]
-    assert not found[:, [3, 4]].any() and torch.equal(
-        found[:, rest], probabilities[:, rest]
-    )
+    expected = probabilities.clone()
+    expected[:, 0] += probabilities[:, [3, 4]].sum(dim=-1)
+    expected[:, [3, 4]] = 0
+    torch.testing.assert_close(merge_outputs(probabilities, classes), expected)
     assert merge_outputs(probabilities, CLASSES) is probabilities
     assert prediction_labels(classes)[4:6] == [("4", "novel"), ("rejected", "rejected")]
 
@@ -216,24 +207,28 @@ def test_rename_changes_names_and_nothing_else():
     after = renamed(before, "4=yes", "novel-4=big # cat: é")
     assert [c.name for c in after[3:]] == ["novel-1", "yes", "novel-3", "big # cat: é"]
     assert [c.into for c in after] == [c.into for c in before]
-    for name in HOSTILE[:-1]:
-        assert "\u202e" in name or renamed(before, f"6={name}")[6].name == name
-    for word, says in (
-        ("4", "such as 5=nine"),
-        ("4=", "such as 5=nine"),
-        ("0=x", "class '0'; they are 3 to 6"),
-        ("novel=x", "did you mean 'novel-"),
-        ("44=x", "they are 3 to 6"),
-        ("cat=x", "'cat'"),
-    ):
-        with pytest.raises(ConfigError, match=says):
-            rename_classes(before, [word])
     merged = read(edits({"index": 3, "action": "merge into novel-2"}))
     assert [c.into for c in renamed(merged, "4=yes: no")][3:5] == [4, 4]
     swapped = renamed(merged, "novel-2=novel-3", "novel-3=novel-2")
     assert [c.into for c in swapped][3:6] == [4, 4, 5]
     with pytest.raises(ConfigError, match="two classes are named"):
         renamed(before, "5=cat")
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("4", "such as 5=nine"),
+        ("4=", "such as 5=nine"),
+        ("0=x", "class '0'; they are 3 to 6"),
+        ("novel=x", "did you mean 'novel-"),
+        ("44=x", "they are 3 to 6"),
+        ("cat=x", "'cat'"),
+    ],
+)
+def test_mistakes_in_a_rename_are_told(word, says):
+    with pytest.raises(ConfigError, match=says):
+        rename_classes(CLASSES, [word])
 
 
 def test_discovered_classes_take_free_names():
@@ -243,54 +238,32 @@ def test_discovered_classes_take_free_names():
     assert [c.name for c in classes] == [*known, "novel-2", "novel-4", "novel-5"]
     text = template(classes, HASH)
     assert apply_edits(text.encode(), "classes.yaml", classes, HASH) == classes
-    text = template(rename_classes(classes, ["novel-4=owl"]), HASH)
     dropped = text.replace("  action: keep", "  action: drop", 1).encode()
     edited = apply_edits(dropped, "classes.yaml", classes, HASH)
-    assert [c.name for c in edited[3:]] == ["novel-2", "owl", "novel-5"]
-    assert prediction_labels(edited)[2:5] == [
+    assert prediction_labels(edited)[2:] == [
         ("rejected", "known"),
         ("rejected-1", "rejected"),
-        ("owl", "novel"),
+        ("novel-4", "novel"),
+        ("novel-5", "novel"),
     ]
-    assert len({*prediction_labels(edited)}) == 6
-
-
-def test_a_class_may_be_named_rejected():
-    classes = read(
-        edits({"index": 3, "name": "rejected"}, {"index": 4, "action": "drop"})
-    )
-    assert prediction_labels(classes)[3:5] == [
-        ("rejected", "novel"),
-        ("rejected-1", "rejected"),
-    ]
-
-
-def named(labels: dict[int, dict[str, int]]) -> list[tuple[str, int | None]]:
-    """Name and target of the discovered classes 3 to 6 after votes of people."""
-    classes, lines = name_classes(CLASSES, labels)
-    assert len(lines) == len(labels)
-    edited = read(template(classes, HASH).encode())
-    return [(c.name, c.into) for c in edited[3:]]
 
 
 @pytest.mark.parametrize(
     ("labels", "expected"),
     [
-        ({3: {"owl": 2, "jay": 1}}, ("owl", 3)),
-        ({3: {"owl": 2, "jay": 2}}, ("novel-1", 3)),
-        ({3: {"novel-1": 2}}, ("novel-1", 3)),
-        ({3: {CLASSES[1].name: 2}}, ("novel-1", 1)),
-        ({3: {"novel-2": 2}}, ("novel-1", 4)),
-        ({3: {"owl": 2}, 4: {"owl": 3}}, ("novel-1", 4)),
-        ({3: {"owl": 3}, 4: {"owl": 3}}, ("owl", 3)),
+        ({3: {"owl": 2, "jay": 1}}, [("owl", 3)]),
+        ({3: {"owl": 2, "jay": 2}}, [("novel-1", 3)]),
+        ({3: {"novel-1": 2}}, [("novel-1", 3)]),
+        ({3: {CLASSES[1].name: 2}}, [("novel-1", 1)]),
+        ({3: {"novel-2": 2}}, [("novel-1", 4)]),
+        ({3: {"owl": 2}, 4: {"owl": 3}}, [("novel-1", 4)]),
+        ({3: {"owl": 3}, 4: {"owl": 3}}, [("owl", 3)]),
+        # names that are swapped are not merged
+        ({3: {"novel-2": 1}, 4: {"novel-1": 1}}, [("novel-2", 3), ("novel-1", 4)]),
     ],
 )
 def test_a_class_gets_the_label_of_most_of_its_labeled_images(labels, expected):
-    assert named(labels)[0] == expected
-
-
-def test_classes_that_swap_their_names_are_not_merged():
-    assert named({3: {"novel-2": 1}, 4: {"novel-1": 1}})[:2] == [
-        ("novel-2", 3),
-        ("novel-1", 4),
-    ]
+    classes, lines = name_classes(CLASSES, labels)
+    assert len(lines) == len(labels)
+    found = read(template(classes, HASH).encode())[3:]
+    assert [(c.name, c.into) for c in found[: len(expected)]] == expected

@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 import torch
+from sklearn.preprocessing import normalize
 
 from uno.config import override
 from uno.data.files import Storage
@@ -16,18 +17,11 @@ from uno.data.memory import TrainSet
 from uno.errors import ConfigError
 from uno.presets import preset
 from uno.results import estimate as estimating
-from uno.results.estimate import (
-    Estimate,
-    Features,
-    Settings,
-    Split,
-    anchor_choices,
-    interval,
-)
 from uno.runs import ESTIMATE_FILE
 from uno.session.estimation import format_estimate
 
-QUICK = Settings(num_splits=2, max_novel=7, num_restarts=4)
+QUICK = estimating.Settings(num_splits=2, max_novel=7, num_restarts=4)
+MIXED = override(preset("digits"), {"data.setting": "gcd"})
 
 
 def synthetic(num_classes, rows=20, noise=0.25, dims=12, seed=0):
@@ -37,13 +31,9 @@ def synthetic(num_classes, rows=20, noise=0.25, dims=12, seed=0):
     generator = np.random.default_rng(seed)
     centers = np.linalg.qr(generator.standard_normal((dims, dims)))[0][:num_classes]
     truth = np.repeat(np.arange(num_classes), rows)
-    points = (
-        centers[truth]
-        + noise * generator.standard_normal((len(truth), dims)) / dims**0.5
-    )
-    return (points / np.linalg.norm(points, axis=1, keepdims=True)).astype(
-        np.float32
-    ), truth
+    noise = noise * generator.standard_normal((len(truth), dims)) / dims**0.5
+    points = centers[truth] + noise
+    return normalize(points).astype(np.float32), truth
 
 
 def train_set(num_known=6, rows=4, unlabeled=12):
@@ -71,11 +61,18 @@ def estimate(tmp_path):
             hidden = np.arange(len(truth)) % 2 == 1 if mixed else False
             labels = np.where((truth < 6) & ~hidden, truth, -1)
             rests = [~np.isin(labels, split.pretrain) | mixed for split, *_ in items]
-            return enumerate([Features(points[rest], labels[rest]) for rest in rests])
+            return enumerate(
+                [estimating.Features(points[rest], labels[rest]) for rest in rests]
+            )
 
-        storage, known = Storage(str(tmp_path)), list("abcdef")
         return estimating.estimate_num_novel(
-            config, train, known, storage, "cpu", settings, tasks
+            config,
+            train,
+            list("abcdef"),
+            Storage(str(tmp_path)),
+            "cpu",
+            settings,
+            tasks,
         )
 
     return run
@@ -95,19 +92,14 @@ def test_finds_the_number_of_separated_classes(estimate, tmp_path, num_novel):
     assert found.low == found.num_novel == num_novel <= found.high
     assert num_novel <= found.suggested <= 2 * num_novel
     assert found.ks == list(range(8)) and found.at_limit == (found.high == 7)
-    curve = found.curves["f1"]
-    assert (
-        max(curve[:num_novel]) <= curve[num_novel] > max(0.99, *curve[num_novel + 1 :])
-    )
+    before, best, after = np.split(found.curves["f1"], [num_novel, num_novel + 1])
+    assert max(before) <= best > max(0.99, *after)
     assert len(found.splits) == 2
     for split in found.splits:
         assert sorted(split["pretrain"] + split["probe"]) == list("abcdef")
         assert [len(role["f1"]) for role in split["roles"]] == [8] * 6
-    assert json.loads((tmp_path / ESTIMATE_FILE).read_text()) == json.loads(
-        json.dumps(asdict(found))
-    )
-    again = estimate(*data, replace(QUICK, max_novel=1))
-    assert again.ks[-1] == 1 and again.key != found.key
+    stored = json.loads((tmp_path / ESTIMATE_FILE).read_text())
+    assert stored == json.loads(json.dumps(asdict(found)))
 
 
 @pytest.mark.slow
@@ -116,86 +108,70 @@ def test_unlabeled_rows_of_known_classes_are_not_counted_as_novel(estimate, num_
     """Half of each of 6 known classes is in the pile. Kills: the classes of pretraining
     left out of the clusters that are fixed, or fixed without a cluster of their own.
     """
-    config = override(preset("digits"), {"data.setting": "gcd"})
-    found = estimate(*synthetic(6 + num_novel, rows=24), QUICK, config)
+    found = estimate(*synthetic(6 + num_novel, rows=24), QUICK, MIXED)
     assert found.low == found.num_novel == num_novel <= found.high
     assert max(found.curves["f1"]) > found.curves["f1"][0] + 0.01
-    settings, data = replace(QUICK, max_novel=1), synthetic(6 + num_novel, rows=24)
-    assert estimate(*data, settings).key != estimate(*data, settings, config).key
 
 
-def test_features_of_a_mixed_pile_are_those_of_all_rows(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("setting", "counts"),
+    [("ncd", [12, 0, 0, 4, 4, 4, 4]), ("gcd", [12, 4, 4, 4, 4, 4, 4])],
+)
+def test_features_of_a_mixed_pile_are_those_of_all_rows(tmp_path, setting, counts):
     """Kills: rows of the classes of pretraining left out, whose unlabeled ones
     nobody would then claim.
     """
-    train, settings, counts = (
-        train_set(),
-        replace(QUICK, num_splits=1, max_novel=1, num_roles=1),
-        [],
-    )
-    for setting in ("ncd", "gcd"):
-        config = override(
-            preset("digits"),
-            {
-                "data.setting": setting,
-                "train.batch_size": 10,
-                "train.max_steps": 1,
-                "model.width": 4,
-            },
-        )
-        split = Split((0, 1), (2, 3, 4, 5))
-        found = estimating.pretrain_split(
-            train, settings, "cpu", (split, config, str(tmp_path / setting))
-        )
-        counts.append(np.bincount(found.labels + 1).tolist())
-    assert counts == [[12, 0, 0, 4, 4, 4, 4], [12, 4, 4, 4, 4, 4, 4]]
+    short = {"train.batch_size": 10, "train.max_steps": 1, "model.width": 4}
+    config = override(preset("digits"), short | {"data.setting": setting})
+    settings = replace(QUICK, num_splits=1, max_novel=1, num_roles=1)
+    item = estimating.Split((0, 1), (2, 3, 4, 5)), config, str(tmp_path)
+    found = estimating.pretrain_split(train_set(), settings, "cpu", item)
+    assert np.bincount(found.labels + 1).tolist() == counts
 
 
-def test_a_finished_estimate_is_returned_and_another_seed_is_not(estimate):
+def test_only_another_estimate_is_computed(estimate):
     """Kills: a key without data, seed or settings; recomputation of what is there."""
     data, config, train = synthetic(8), preset("digits"), train_set()
     settings = replace(QUICK, max_novel=2, num_roles=1)
     first = estimate(*data, settings, config, train)
     assert len(estimate.calls) == 2 and first.at_limit
-    assert (
-        f"repeat uno estimate-classes with --max-novel {2 * first.ks[-1]}"
-        in format_estimate(first)
-    )
+    assert "--max-novel 4" in format_estimate(first)
+    # where, and what follows pretraining, does not matter
     moved = config.model_copy(
         update={"output": "elsewhere", "discover": config.pretrain}
     )
-    for same in (config, moved):  # where, and what follows pretraining, does not matter
+    for same in (config, moved):
         assert estimate(*data, settings, same, train) == first and not estimate.calls
+    images = train.unlabeled_images.flip(0)
     for change in (
         (settings, config.model_copy(update={"seed": 1}), train),
+        (settings, MIXED, train),
         (settings, config, replace(train, labels=train.labels.flip(0))),
-        (
-            settings,
-            config,
-            replace(train, unlabeled_images=train.unlabeled_images.flip(0)),
-        ),
+        (settings, config, replace(train, unlabeled_images=images)),
         (replace(settings, num_restarts=2), config, train),
+        (replace(settings, max_novel=1), config, train),
     ):
         assert estimate(*data, *change).key != first.key and len(estimate.calls) == 2
 
 
 def test_numbers_beyond_the_calibration_have_a_warning():
-    found = Estimate(8, 6, 12, 8, False, [8], {"probability": [1.0]}, {}, "")
+    found = estimating.Estimate(8, 6, 12, 8, False, [8], {"probability": [1.0]}, {}, "")
     assert "calibrated on 2 to 10" in format_estimate(found)
     assert "calibrated" not in format_estimate(replace(found, high=9))
 
 
-def test_too_little_to_go_by(tmp_path):
-    storage = Storage(str(tmp_path))
-    with pytest.raises(
-        ConfigError, match="at least 4 known classes with images, found 3"
-    ):
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"num_known": 3}, "at least 4 known classes with images, found 3"),
+        ({"unlabeled": 1}, "1 unlabeled image"),
+    ],
+)
+def test_too_little_to_go_by_is_refused(storage, given, message):
+    train = train_set(**given)
+    with pytest.raises(ConfigError, match=message):
         estimating.estimate_num_novel(
-            preset("digits"), train_set(3), list("abc"), storage
-        )
-    with pytest.raises(ConfigError, match="1 unlabeled image"):
-        estimating.estimate_num_novel(
-            preset("digits"), train_set(unlabeled=1), list("abcdef"), storage
+            preset("digits"), train, list("abcdef")[: train.num_known], storage
         )
 
 
@@ -206,14 +182,15 @@ def test_class_splits(known, probes):
     """Kills: equal splits, a class in both parts, probes that are always the same
     classes.
     """
-    splits = estimating.class_splits(range(10, 10 + known), 3, seed=0)
+    classes = list(range(10, 10 + known))
+    splits = estimating.class_splits(classes, 3, seed=0)
     assert len(set(splits)) == 3 == len({split.probe for split in splits})
     for split in splits:
         assert len(split.probe) == probes and len(split.pretrain) >= 2
-        assert sorted(split.pretrain + split.probe) == list(range(10, 10 + known))
+        assert sorted(split.pretrain + split.probe) == classes
     probed = np.bincount([c for split in splits for c in split.probe])[10:]
     assert probed.max() - probed.min() <= 2
-    assert estimating.class_splits(range(10, 10 + known), 3, seed=1) != splits
+    assert estimating.class_splits(classes, 3, seed=1) != splits
     assert len(estimating.class_splits(range(4), 9, seed=0)) == 4
 
 
@@ -221,14 +198,16 @@ def test_anchor_choices():
     """Kills: validation classes missing, one choice repeated, all of 125,970 choices
     tried.
     """
-    settings = Settings()
-    pairs = list(itertools.combinations((1, 2, 3, 4), 2))
-    assert anchor_choices(Split((0,), (1, 2, 3, 4)), settings, 0) == pairs
-    assert anchor_choices(Split((0,), (1, 2)), settings, 0) == [(1,), (2,)]
-    split = Split((0,), tuple(range(1, 21)))
-    many = anchor_choices(split, settings, 0)
+
+    def choices(num_probes):
+        split = estimating.Split((0,), tuple(range(1, num_probes + 1)))
+        return estimating.anchor_choices(split, estimating.Settings(), 0)
+
+    assert choices(4) == list(itertools.combinations((1, 2, 3, 4), 2))
+    assert choices(2) == [(1,), (2,)]
+    many = choices(20)
     assert len(many) == len(set(many)) == 6 and {len(choice) for choice in many} == {12}
-    assert many == anchor_choices(split, settings, 0)
+    assert many == choices(20)
 
 
 def test_scores_of_one_k():
@@ -236,38 +215,41 @@ def test_scores_of_one_k():
     anchors scored, clusters numbered as classes (accuracy without matching).
     """
     points, truth = synthetic(6)  # probes 0-3, unlabeled 4 and 5
-    labels = np.where(truth < 4, truth, -1)
-    split, settings = Split((), (0, 1, 2, 3)), Settings(num_roles=6)
-
-    def scores(k):
-        features = [Features(points, labels)]
-        return estimating.score_num_novel(
-            [split], features, preset("digits"), settings, "cpu", (0, k)
-        )
-
-    right = scores(2)
-    assert right == [1.0] * 6
-    assert max(scores(0)) < 0.95
-    assert scores(2) == right
-
-
-def test_interval_and_suggestion():
-    """Kills: rounding inwards, minimum and maximum for quantiles, 0 classes, a
-    suggestion above twice low.
-    """
-    assert interval([1, 3, 3, 3, 3, 3, 3, 3, 3, 9], 0.2) == (3, 3)
-    assert interval([2, 2, 2, 3, 3, 3, 3, 4, 4, 4], 0.2) == (2, 4)
-    assert interval([2, 3, 4, 5], 0.2) == (2, 5) and interval([0, 0, 0], 0.2) == (1, 1)
-    assert [
-        estimating.suggest(*given)
-        for given in ((3, 2, 4), (3, 3, 3), (3, 2, 7), (6, 2, 7))
-    ] == [
-        4,
-        3,
-        4,
-        6,
-    ]
-    assert (
-        estimating.largest_best([0.1, 0.5, 0.2, 0.5, 0.4]) == 3
-        and estimating.largest_best([1.0]) == 0
+    features = [estimating.Features(points, np.where(truth < 4, truth, -1))]
+    shared = (
+        [estimating.Split((), (0, 1, 2, 3))],
+        features,
+        preset("digits"),
+        estimating.Settings(num_roles=6),
     )
+    right, again, none = (
+        estimating.score_num_novel(*shared, "cpu", (0, k)) for k in (2, 2, 0)
+    )
+    assert right == again == [1.0] * 6
+    assert max(none) < 0.95
+
+
+@pytest.mark.parametrize(
+    ("votes", "ends"),
+    [
+        ([1, 3, 3, 3, 3, 3, 3, 3, 3, 9], (3, 3)),
+        ([2, 2, 2, 3, 3, 3, 3, 4, 4, 4], (2, 4)),
+        ([2, 3, 4, 5], (2, 5)),
+        ([0, 0, 0], (1, 1)),
+    ],
+)
+def test_interval(votes, ends):
+    """Kills: rounding inwards, minimum and maximum for quantiles, 0 classes."""
+    assert estimating.interval(votes, 0.2) == ends
+
+
+@pytest.mark.parametrize(
+    ("estimated", "suggested"),
+    [((3, 2, 4), 4), ((3, 3, 3), 3), ((3, 2, 7), 4), ((6, 2, 7), 6)],
+)
+def test_a_suggestion_is_at_most_twice_low(estimated, suggested):
+    assert estimating.suggest(*estimated) == suggested
+
+
+def test_ties_go_to_the_larger_number():
+    assert estimating.largest_best([0.1, 0.5, 0.2, 0.5, 0.4]) == 3

@@ -1,5 +1,7 @@
 """Signs of trust, and what they are taken for."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -8,18 +10,14 @@ from uno.clustering.initialization import training_features
 from uno.data.features import oddity
 from uno.model import build_network
 from uno.results import trust
-from uno.results.trust import neighbor_agreement, trust_metrics, verdict
 
 
 def signs(held=0.95, rows=40, kmeans=0.9, near=0.85):
     found = {trust.KMEANS: kmeans, trust.NEAR: near}
     if rows:
-        score = held * min(kmeans, near)
-        found |= {
-            trust.HELD_OUT: held,
-            trust.HELD_OUT_ROWS: float(rows),
-            trust.SCORE: score,
-        }
+        found[trust.HELD_OUT] = held
+        found[trust.HELD_OUT_ROWS] = float(rows)
+        found[trust.SCORE] = held * min(kmeans, near)
     return found
 
 
@@ -44,7 +42,7 @@ SEEN = {trust.LARGEST: 0.5}
 )
 def test_a_verdict_says_what_makes_a_run_worthless(given, text):
     """Whatever its signs are. Kills: a pile in one class that is called trustworthy."""
-    found = verdict(signs() | SEEN | given)
+    found = trust.verdict(signs() | SEEN | given)
     assert found.word == ("trustworthy" if text is None else "not trustworthy")
     assert text is None or found.reasons[1].startswith(text + ": another encoder")
 
@@ -119,14 +117,13 @@ def test_every_sign_must_hold(given, word, first, second):
     """Kills: heads or training rows that are believed, thresholds exchanged, few
     rows that decide.
     """
-    found = verdict(signs(**given))
-    assert (
-        found.word == word and first in found.reasons[0] and second in found.reasons[1]
-    )
+    found = trust.verdict(signs(**given))
+    assert found.word == word
+    assert first in found.reasons[0] and second in found.reasons[1]
     assert str(found).startswith(f"{word}: ") and str(found).count("\n") == 1
 
 
-def checkpoint(agreement, counts=(200, 5, 5), similar=()):
+def checkpoint(agreement=(0.9,) * 8, counts=(200, 5, 5), similar=()):
     """What the method ``clustering`` leaves in a checkpoint."""
     return {
         "extra/agreement": torch.tensor(agreement, dtype=torch.float64),
@@ -143,80 +140,77 @@ def checkpoint(agreement, counts=(200, 5, 5), similar=()):
     ],
 )
 def test_the_expected_accuracy_says_what_it_counts(setting, counted):
-    values = trust.clustering_metrics(checkpoint([0.9] * 8), setting, "vectors")
-    first, *rest = verdict(signs() | values).reasons
-    assert (
-        first.startswith(f"expected {counted}: ")
-        and "if there are 5 new classes" in first
-    )
+    values = trust.clustering_metrics(checkpoint(), setting, "vectors")
+    first, *rest = trust.verdict(signs() | values).reasons
+    assert first.startswith(f"expected {counted}: ")
+    assert "if there are 5 new classes" in first
     assert any("known output" in line for line in rest) == (setting == "gcd")
     key = f"trust/expected/{setting}"
     assert values[f"{key}/low"] < values[f"{key}/acc"] < values[f"{key}/high"]
 
 
-@pytest.mark.parametrize("share", [0.2, 0.5, 0.7, 0.85, 0.99])
-def test_the_verdict_is_the_expected_accuracy_in_a_word(share):
+@pytest.mark.parametrize(
+    ("share", "word"),
+    [
+        (0.2, "not trustworthy"),
+        (0.5, "not trustworthy"),
+        (0.7, "doubtful"),
+        (0.85, "doubtful"),
+        (0.99, "trustworthy"),
+    ],
+)
+@pytest.mark.parametrize(
+    "others", [{}, {"kmeans": 0.3, "near": 0.2}, {"rows": 0}, {"held": 0.2}], ids=str
+)
+def test_the_verdict_is_the_expected_accuracy_in_a_word(share, word, others):
     """The other signs, good or bad, do not contradict it."""
     values = trust.clustering_metrics(checkpoint([share] * 8), "ncd", "vectors")
-    expected = values["trust/expected/ncd/acc"]
-    word = (
-        "trustworthy"
-        if expected >= 0.75
-        else "doubtful"
-        if expected >= 0.5
-        else "not trustworthy"
-    )
-    for other in (signs(), signs(kmeans=0.3, near=0.2), signs(rows=0), signs(held=0.2)):
-        assert verdict(other | values).word == word
+    assert trust.verdict(signs(**others) | values).word == word
 
 
-def test_a_task_outside_the_calibration_is_called_less_certain():
-    inside = trust.clustering_metrics(
-        checkpoint([0.9] * 8), "ncd", "timm:tf_efficientnet_lite0"
-    )
-    assert not any("less certain" in line for line in verdict(signs() | inside).reasons)
-    counts = (10**6, 5, 400)
-    outside = trust.clustering_metrics(
-        checkpoint([0.9] * 8, counts), "ncd", "torchvision:resnet18"
-    )
-    (line,) = (
-        line for line in verdict(signs() | outside).reasons if "less certain" in line
-    )
-    assert "1,000,000 unlabeled images" in line and "400 novel classes" in line
-    assert "another encoder" in line and "known classes" not in line
-    vectors = trust.clustering_metrics(checkpoint([0.9] * 8), "ncd", "vectors:50")
-    assert not any(
-        "less certain" in line for line in verdict(signs() | vectors).reasons
-    )
+@pytest.mark.parametrize(
+    ("encoder", "counts", "facts"),
+    [
+        ("timm:tf_efficientnet_lite0", (200, 5, 5), None),
+        ("vectors:50", (200, 5, 5), None),
+        (
+            "torchvision:resnet18",
+            (10**6, 5, 400),
+            ["1,000,000 unlabeled images", "400 novel classes", "another encoder"],
+        ),
+    ],
+)
+def test_a_task_outside_the_calibration_is_called_less_certain(encoder, counts, facts):
+    values = trust.clustering_metrics(checkpoint(counts=counts), "ncd", encoder)
+    reasons = trust.verdict(signs() | values).reasons
+    lines = [line for line in reasons if "less certain" in line]
+    assert len(lines) == (facts is not None)
+    for line in lines:
+        assert [fact for fact in facts if fact not in line] == []
+        assert "known classes" not in line
 
 
 def test_pairs_of_classes_that_look_like_one_are_advice():
-    similar = [[1, 4, 0.9]]
-    values = trust.clustering_metrics(
-        checkpoint([0.9] * 8, similar=similar), "ncd", "vectors"
-    )
-    last = verdict(signs() | values).reasons[-1]
-    assert "novel-2 and novel-5" in last
-    assert "uno classes" in last
+    values = checkpoint(similar=[[1, 4, 0.9]])
+    values = trust.clustering_metrics(values, "ncd", "vectors")
+    last = trust.verdict(signs() | values).reasons[-1]
+    assert "novel-2 and novel-5" in last and "uno classes" in last
 
 
-def test_without_agreements_nothing_is_expected():
+@pytest.mark.parametrize(
+    "tensors", [checkpoint([]), {"model/known.weight": torch.zeros(1)}]
+)
+def test_without_agreements_nothing_is_expected(tensors):
     """Too few rows to cluster a half of them, or another method."""
-    values = trust.clustering_metrics(checkpoint([]), "ncd", "vectors")
+    values = trust.clustering_metrics(tensors, "ncd", "vectors")
     assert not any(key.startswith("trust/expected") for key in values)
-    assert verdict(signs() | values).word == "trustworthy"
-    assert (
-        trust.clustering_metrics({"model/known.weight": torch.zeros(1)}, "ncd", "")
-        == {}
-    )
+    assert trust.verdict(signs() | values).word == "trustworthy"
 
 
 def test_training_rows_are_called_that_and_old_runs_have_no_verdict():
-    assert (
-        "(training images: 100.0%)"
-        in verdict(signs(rows=0) | {trust.TRAINING: 1.0}).reasons[0]
-    )
-    assert verdict({trust.TRAINING: 1.0}) is None
+    found = trust.verdict(signs(rows=0) | {trust.TRAINING: 1.0})
+    assert "(training images: 100.0%)" in found.reasons[0]
+    assert trust.verdict({trust.TRAINING: 1.0}) is None
 
 
 def test_neighbors_agree_above_chance():
@@ -224,27 +218,16 @@ def test_neighbors_agree_above_chance():
     are nearer than far ones of one. Kills: lengths that count, what all rows share left
     in, no correction for chance, a row that is its own neighbor.
     """
-    generator = torch.Generator().manual_seed(0)
     group = torch.arange(24) % 2
-    points = torch.zeros(24, 3)
-    points[:, 0], points[:, 1] = (
-        5,
-        torch.linspace(0.2, 1, 12).repeat_interleave(2) * (1 - 2 * group),
-    )
-    assert (
-        neighbor_agreement(
-            points * (torch.rand(24, 1, generator=generator) + 0.5), group
-        )
-        == 1
-    )
-    many = torch.randn(400, 8, generator=generator)
-    assert (
-        neighbor_agreement(many, torch.randint(0, 2, (400,), generator=generator)) < 0.1
-    )
+    side = torch.linspace(0.2, 1, 12).repeat_interleave(2) * (1 - 2 * group)
+    points = torch.stack([torch.full((24,), 5.0), side, torch.zeros(24)], dim=1)
+    assert trust.neighbor_agreement(points * (torch.rand(24, 1) + 0.5), group) == 1
+    many = torch.randn(400, 8)
+    assert trust.neighbor_agreement(many, torch.randint(0, 2, (400,))) < 0.1
     # nobody has its output but a row itself
-    assert neighbor_agreement(many, torch.arange(400)) == 0
+    assert trust.neighbor_agreement(many, torch.arange(400)) == 0
     # one class tells nothing
-    assert neighbor_agreement(many, torch.zeros(400, dtype=torch.int64)) == 0
+    assert trust.neighbor_agreement(many, torch.zeros(400, dtype=torch.int64)) == 0
 
 
 def test_signs_of_a_model_on_the_digits(monkeypatch):
@@ -258,28 +241,25 @@ def test_signs_of_a_model_on_the_digits(monkeypatch):
     sample = training_features(config, model, train)
     shown = trust.subsample_unlabeled(config, sample, train)
     clusters = trust.cluster_unlabeled(config, shown, 5)
-    found = trust_metrics(model, 0, shown.unlabeled, clusters, values, 30)
+    found = trust.trust_metrics(model, 0, shown.unlabeled, clusters, values, 30)
     assert found[trust.HELD_OUT] == 0.5 and found[trust.HELD_OUT_ROWS] == 30
     assert found[trust.SCORE] == 0.5 * min(found[trust.KMEANS], found[trust.NEAR])
-    seen = []
 
     def cluster_features(unlabeled, labeled, labels, num_novel, setting, seed):
-        seen.append((len(unlabeled), len(labeled), len(labels), num_novel, setting))
+        assert (len(unlabeled), len(labeled), len(labels)) == (60, 100, 100)
+        assert (num_novel, setting) == (5, "ncd")
         outputs = trust._outputs(model, unlabeled, 1)
-        return type("Found", (), {"assignment": (outputs + 3) % 10})
+        return SimpleNamespace(assignment=(outputs + 3) % 10)
 
     monkeypatch.setattr(trust, "cluster_features", cluster_features)
     monkeypatch.setattr(trust, "MAX_ROWS", 60)
     shown = trust.subsample_unlabeled(config, sample, train)
     clusters = trust.cluster_unlabeled(config, shown, 5)
     own, other = (
-        trust_metrics(model, head, shown.unlabeled, clusters, {}, 0) for head in (1, 0)
+        trust.trust_metrics(model, head, shown.unlabeled, clusters, {}, 0)
+        for head in (1, 0)
     )
-    assert own[trust.KMEANS] == 1 > other[trust.KMEANS] and set(own) == {
-        trust.KMEANS,
-        trust.NEAR,
-        *SEEN,
-    }
-    assert seen == [(60, 100, 100, 5, "ncd")]
+    assert own[trust.KMEANS] == 1 > other[trust.KMEANS]
+    assert own.keys() == {trust.KMEANS, trust.NEAR, trust.LARGEST}
     few = sample._replace(unlabeled=sample.unlabeled[:4])
     assert trust.subsample_unlabeled(config, few, train) is None

@@ -20,10 +20,6 @@ NEW = {CONFIG_FILE: b"new", "environment.json": b"new", "model/classes.json": b"
 CHECKPOINT = {checkpoint_name(DISCOVER, 0): b"new"}
 
 
-class Killed(BaseException):
-    """The process ends here."""
-
-
 class MortalStorage(Storage):
     """A directory whose writer is killed after a number of changes."""
 

@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from contextlib import closing
+from unittest.mock import Mock
 
 import pytest
 
@@ -40,20 +41,11 @@ def test_later_lines_of_the_same_phase_are_dropped(storage):
     the step itself.
     """
     assert read_journal(storage) == []
-    for phase, first, last in (
-        ("pretrain", 1, 9),
-        ("discover", 1, 7),
-        ("discover", 5, 6),
-    ):
-        write(storage, phase, first - 1, range(first, last + 1))
-    assert steps(storage, "pretrain") == list(range(1, 10)) and steps(storage) == [
-        1,
-        2,
-        3,
-        4,
-        5,
-        6,
-    ]
+    write(storage, "pretrain", 0, range(1, 10))
+    write(storage, "discover", 0, range(1, 8))
+    write(storage, "discover", 4, [5, 6])
+    assert steps(storage, "pretrain") == list(range(1, 10))
+    assert steps(storage) == [1, 2, 3, 4, 5, 6]
     with closing(Journal(storage, "discover", 6)) as journal:
         journal.rewind(2)
         journal.write(line(3))
@@ -63,21 +55,24 @@ def test_later_lines_of_the_same_phase_are_dropped(storage):
     assert steps(storage) == [1, 2, 3]
 
 
-def test_a_line_cut_short_is_left_out_and_overwritten(storage):
+@pytest.mark.parametrize(
+    ("cut", "more", "kept"),
+    [
+        (1, b"", [1, 2]),
+        (20, b"", [1]),
+        (0, b"7\n", [1, 2]),
+        (0, b"\xff\xfe\n", [1, 2]),
+    ],
+)
+def test_a_line_cut_short_is_left_out_and_overwritten(storage, cut, more, kept):
     """Kills: a crash on the half line of a killed run, the next line glued to it."""
     write(storage, "discover", 0, [1, 2])
-    whole = storage.read(METRICS_FILE)
-    for cut in (
-        whole[:-1],
-        whole[: len(whole) // 2 + 3],
-        whole + b"7\n",
-        whole + b"\xff\xfe\n",
-    ):
-        storage.write(METRICS_FILE, cut)
-        assert steps(storage)[0] == 1
-        write(storage, "discover", 2, [3])
-        assert json.loads(storage.read(METRICS_FILE).splitlines()[-1])["step"] == 3
-        assert steps(storage) in ([1, 2, 3], [1, 3])
+    first, second = storage.read(METRICS_FILE).splitlines(keepends=True)
+    storage.write(METRICS_FILE, first + second[: len(second) - cut] + more)
+    assert steps(storage) == kept
+    write(storage, "discover", 2, [3])
+    assert json.loads(storage.read(METRICS_FILE).splitlines()[-1])["step"] == 3
+    assert steps(storage) == [*kept, 3]
 
 
 def test_nobody_waits_for_the_storage_of_a_line(storage, monkeypatch):
@@ -95,31 +90,23 @@ def test_nobody_waits_for_the_storage_of_a_line(storage, monkeypatch):
         assert steps(storage) == list(range(1, 10))
 
 
-def test_what_the_writing_thread_meets_ends_training(storage, monkeypatch):
+@pytest.mark.parametrize("ending", ["flush", "close", "write"])
+def test_what_the_writing_thread_meets_ends_training(storage, monkeypatch, ending):
     """Kills: a full disk that nobody hears of, a later line that hides the hole, an
     error in the place of the one that ended training.
     """
-
-    def full(*_):
-        raise StorageError("no space left")
-
-    # an object store is written at a flush alone
-    endings = ("flush", "close") + ("write",) * storage.is_local
-    for ending in endings:
-        with monkeypatch.context() as patch:
-            patch.setattr(storage, "append" if storage.is_local else "write", full)
-            journal = Journal(storage, "discover", 0)
-            journal.write(line(1))
-            with pytest.raises(StorageError, match="no space"):
-                while ending == "write":
-                    journal.write(line(2))
-                getattr(journal, ending)()
-            with (
-                pytest.raises(ZeroDivisionError),
-                Journal(storage, "discover", 0) as journal,
-            ):
-                journal.write(line(3))
-                _ = 1 / 0
+    full = Mock(side_effect=StorageError("no space left"))
+    monkeypatch.setattr(storage, "append" if storage.is_local else "write", full)
+    journal = Journal(storage, "discover", 0)
+    journal.write(line(1))
+    with pytest.raises(StorageError, match="no space"):
+        # an object store is written at a flush alone
+        while ending == "write" and storage.is_local:
+            journal.write(line(2))
+        getattr(journal, "flush" if ending == "write" else ending)()
+    with pytest.raises(ZeroDivisionError), Journal(storage, "discover", 0) as journal:
+        journal.write(line(3))
+        _ = 1 / 0
     assert steps(storage) == []
 
 

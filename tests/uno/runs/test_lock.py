@@ -11,7 +11,6 @@ from uno.data.files import Storage
 from uno.data.output import is_lock
 from uno.errors import ConfigError, StorageError
 from uno.runs import lock
-from uno.runs.lock import ClaimedStorage, RunLock, lock_run
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +27,7 @@ def storage(tmp_path):
 def test_a_free_directory_is_held_and_given_back_even_after_an_error(storage):
     with (
         pytest.raises(ZeroDivisionError),
-        lock_run(storage, on_wait=pytest.fail) as mine,
+        lock.lock_run(storage, on_wait=pytest.fail) as mine,
     ):
         mine.storage.write("a.txt", b"1")
         mine.storage.append("a.txt", b"2")
@@ -50,17 +49,17 @@ def test_what_killed_holders_left_of_their_locks_goes_and_nothing_else(storage):
         ".a.json.0c448410",
     ):
         storage.write(name, b"{")
-    with lock_run(storage, on_wait=pytest.fail):
+    with lock.lock_run(storage, on_wait=pytest.fail):
         pass
     assert storage.list() == [".a.json.0c448410", "lock.json.mine"]
 
 
 def test_a_living_holder_is_left_alone(storage):
     lines = []
-    with lock_run(storage, on_wait=lines.append) as first:
+    with lock.lock_run(storage, on_wait=lines.append) as first:
         with (
             pytest.raises(ConfigError, match="is in use by process"),
-            lock_run(storage, on_wait=lines.append),
+            lock.lock_run(storage, on_wait=lines.append),
         ):
             pytest.fail("entered")
         first.storage.write("still.txt", b"mine")
@@ -74,9 +73,9 @@ def test_a_dead_holder_is_replaced_and_its_workers_are_stopped(storage):
     storage.write(
         lock.LOCK_FILE, b'{"host": "gone", "pid": 1, "token": "old", "renewals": 7}'
     )
-    orphan = ClaimedStorage(storage.uri, "old")
+    orphan = lock.ClaimedStorage(storage.uri, "old")
     orphan.write("by-orphan.txt", b"while nobody else has it")
-    with lock_run(storage, on_wait=lambda line: None):
+    with lock.lock_run(storage, on_wait=lambda line: None):
         for change, *data in (
             (orphan.write, b"late"),
             (orphan.append, b"late"),
@@ -93,10 +92,12 @@ def test_a_dead_holder_is_replaced_and_its_workers_are_stopped(storage):
 )
 def test_a_damaged_lock_is_of_a_dead_holder_a_released_one_is_free(storage, content):
     storage.write(lock.LOCK_FILE, content)
-    with lock_run(storage, on_wait=lambda line: None) as mine:
+    with lock.lock_run(storage, on_wait=lambda line: None) as mine:
         mine.storage.write("a.txt", b"1")
-    holder = RunLock(storage.uri)  # one that is released while watched is taken at once
-    with lock_run(storage, on_wait=lambda line: holder.release()):
+    holder = lock.RunLock(
+        storage.uri
+    )  # one that is released while watched is taken at once
+    with lock.lock_run(storage, on_wait=lambda line: holder.release()):
         pass
     assert storage.list() == ["a.txt"]
 
@@ -105,7 +106,7 @@ def test_a_holder_that_lost_its_claim_does_not_take_it_back(storage):
     """Kills: a sleeper (laptop, paused container) that wakes up and renews over its
     successor.
     """
-    sleeper = RunLock(storage.uri)
+    sleeper = lock.RunLock(storage.uri)
     storage.write(lock.LOCK_FILE, json.dumps({"token": "successor"}).encode())
     time.sleep(0.4)
     sleeper.release()
@@ -115,8 +116,8 @@ def test_a_holder_that_lost_its_claim_does_not_take_it_back(storage):
 
 
 def test_a_new_token_shuts_out_the_workers_of_the_old_one(storage):
-    with lock_run(storage, on_wait=pytest.fail) as mine:
-        worker = ClaimedStorage(storage.uri, mine.replace_token())
+    with lock.lock_run(storage, on_wait=pytest.fail) as mine:
+        worker = lock.ClaimedStorage(storage.uri, mine.replace_token())
         worker.check()
         mine.replace_token()
         with pytest.raises(StorageError, match="was taken over"):
@@ -124,14 +125,14 @@ def test_a_new_token_shuts_out_the_workers_of_the_old_one(storage):
         mine.storage.check()
     # another node without the shared disk: the directory is there, empty
     with pytest.raises(StorageError, match="is not on storage that all nodes share"):
-        ClaimedStorage(storage.uri, "token").check()
+        lock.ClaimedStorage(storage.uri, "token").check()
     assert is_lock("lock.json") and is_lock(".lock.json.1a2b3c4d")
     assert not is_lock("config.yaml") and not is_lock("my-lock.json")
 
 
 def test_of_two_commands_in_the_same_moment_one_is_refused(storage):
     """Both have found the directory free. The second does not take over."""
-    with lock_run(storage, on_wait=pytest.fail) as first:
+    with lock.lock_run(storage, on_wait=pytest.fail) as first:
         with pytest.raises(ConfigError, match="is in use by process"):
-            RunLock(storage.uri, free=True)
+            lock.RunLock(storage.uri, free=True)
         first.storage.write("still.txt", b"mine")

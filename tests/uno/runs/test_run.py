@@ -1,8 +1,8 @@
 """A run: what its phases start from, what it leaves."""
 
-import json
 import re
 from itertools import product
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -23,6 +23,7 @@ from uno.data.files import Storage
 from uno.errors import ConfigError, StorageError
 from uno.model import build_network, features_of
 from uno.results.baselines import direction_clusters, score_clusters
+from uno.results.classes import ModelClasses, first_classes
 from uno.results.evaluate import evaluate_run
 from uno.results.infer import (
     align_heads,
@@ -32,12 +33,14 @@ from uno.results.infer import (
     sample_logits,
     save_model,
 )
+from uno.results.metrics import PROTOCOLS
 from uno.runs import directory, run
 from uno.runs.checkpoint import Checkpoint, save_checkpoint
 from uno.session.data import read_task
 from uno.training import LocalWorker
 
 CONFIG, WORKER = small_config(), LocalWorker(torch.device("cpu"))
+NAMES = ["zero", "one", "two", "three", "four"]
 
 
 @pytest.fixture(scope="module")
@@ -94,11 +97,11 @@ def test_no_pretraining_is_an_error(storage):
         run.load_trained(CONFIG, storage, 5, 5)
 
 
-def test_prototypes_are_normalized_before_evaluation(tmp_path):
+def test_prototypes_are_normalized_before_evaluation(storage):
     """The last step leaves them longer or shorter. Kills: prototypes not normalized
     by load_trained.
     """
-    storage, state = Storage(str(tmp_path / "stretched")), fresh_state(CONFIG)
+    state = fresh_state(CONFIG)
     with torch.no_grad():
         for head in (state.model.known, state.model.novel, state.model.over):
             head.weight.mul_(torch.rand(*head.weight.shape[:-1], 1) + 0.5)
@@ -107,9 +110,8 @@ def test_prototypes_are_normalized_before_evaluation(tmp_path):
     model, best_head = run.load_trained(CONFIG, storage, 5, 5)
     assert best_head == 1 and not model.training
     for head in (model.known, model.novel, model.over):
-        torch.testing.assert_close(
-            head.weight.norm(dim=-1), torch.ones(head.weight.shape[:-1])
-        )
+        lengths = head.weight.norm(dim=-1)
+        torch.testing.assert_close(lengths, torch.ones_like(lengths))
 
 
 def kmeans_by_hand(storage: Storage) -> float:
@@ -127,17 +129,8 @@ def test_evaluation_has_all_protocols_and_baselines(finished):
     """Kills: a split or baseline left out, numbers that change from call to call."""
     train, sets = small_sets()
     values = evaluate_run(CONFIG, finished, train, sets, 10, WORKER)
-    protocols = [
-        "task_aware",
-        *(f"task_agnostic_{name}" for name in ("official", "joint", "strict")),
-    ]
-    for key in product(
-        ("train", "test"),
-        ("known", "novel", "all"),
-        protocols,
-        ("acc",),
-        ("avg", "best"),
-    ):
+    groups = ("train", "test"), ("known", "novel", "all")
+    for key in product(*groups, PROTOCOLS, ("acc",), ("avg", "best")):
         assert 0 <= values["/".join(key)] <= 1
     found = {key for key in values if key.startswith("baseline/") and "acc" in key}
     assert found == {"baseline/kmeans/novel/acc", "baseline/spectral/novel/acc"}
@@ -148,26 +141,19 @@ def test_evaluation_has_all_protocols_and_baselines(finished):
     assert evaluate_run(CONFIG, finished, train, sets, 10, WORKER) == values
 
 
-def test_pretraining_sees_large_views_only(tmp_path, monkeypatch):
+def test_pretraining_sees_large_views_only(storage, monkeypatch):
     """Kills: the small crops of recipe v2 in pretraining, large crops that depend on
     there being some.
     """
-    seen = {}
-
-    def see(config, phase, state, batches, worker, storage):
-        seen[phase.name, config.augment.small.num_views] = batches(0).views
-
-    monkeypatch.setattr(run, "fit", see)
+    fit = Mock()
+    monkeypatch.setattr(run, "fit", fit)
     monkeypatch.setattr(run, "load_weights_", lambda *_: True)
-    for small in (0, 2):
+    for small, phase in ((0, run.PRETRAIN), (2, run.PRETRAIN), (2, run.DISCOVER)):
         config = small_config(augment__small__num_views=small, augment__small__size=4)
-        for phase in (run.PRETRAIN, run.DISCOVER):
-            run.run_phase(
-                config, phase, small_sets()[0], WORKER, Storage(str(tmp_path))
-            )
-    assert len(seen[run.DISCOVER, 2]) == 4
-    plain, v2 = seen[run.PRETRAIN, 0], seen[run.PRETRAIN, 2]
-    assert len(v2) == 2 and all(map(torch.equal, plain, v2))
+        run.run_phase(config, phase, small_sets()[0], WORKER, storage)
+    plain, v2, discovery = (call.args[3](0).views for call in fit.call_args_list)
+    assert (len(v2), len(discovery)) == (2, 4)
+    torch.testing.assert_close(v2, plain, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("setting", ["ncd", "gcd"])
@@ -179,8 +165,7 @@ def test_an_evaluation_aligns_the_heads(finished, setting):
     config, (train, sets) = override(CONFIG, {"data.setting": setting}), small_sets()
     evaluate_run(config, finished, train, sets, 10, WORKER)
     model, best_head = run.load_trained(config, finished, 5, 5)
-    names = ["zero", "one", "two", "three", "four"]
-    saved = save_model(config, finished, model, best_head, names)
+    saved = save_model(config, finished, model, best_head, NAMES)
     task = read_task(config.data)
     decode = decoder(saved, task.rows, threads=1)
     unlabeled = np.flatnonzero(task.is_train & (task.labels < 0))
@@ -190,36 +175,22 @@ def test_an_evaluation_aligns_the_heads(finished, setting):
         novel = novel[:, predicted_novel(known, novel, best_head)]
     assert torch.equal(saved.alignment, align_heads(novel, best_head))
     assert not torch.equal(saved.alignment[1 - best_head], saved.alignment[best_head])
-    assert save_model(config, finished, model, 1 - best_head, names).alignment is None
+    assert save_model(config, finished, model, 1 - best_head, NAMES).alignment is None
 
 
 def test_saved_model_is_what_is_evaluated(finished):
     """Kills: weights before normalization, encoder keys with a prefix, classes out
     of order.
     """
-    names = ["zero", "one", "two", "three", "four"]
     model, best_head = run.load_trained(CONFIG, finished, 5, 5)
-    written = save_model(CONFIG, finished, model, best_head, names)
-    assert (written.best_head, written.model_hash) == (
-        best_head,
-        load_classifier(finished).model_hash,
-    )
+    written = save_model(CONFIG, finished, model, best_head, NAMES)
+    assert written.model_hash == load_classifier(finished).model_hash
     encoder = safetensors.torch.load(finished.read("model/encoder.safetensors"))
     heads = safetensors.torch.load(finished.read("model/heads.safetensors"))
-    assert set(encoder) == set(model.encoder.state_dict())
-    assert_same(
-        model.state_dict(),
-        {f"encoder.{name}": tensor for name, tensor in encoder.items()} | heads,
-    )
-    classes = json.loads(finished.read("model/classes.json"))
-    expected = [
-        *product(names, ["known"]),
-        *((f"novel-{i}", "novel") for i in range(1, 6)),
-    ]
-    assert [
-        (entry["index"], entry["name"], entry["kind"]) for entry in classes["classes"]
-    ] == [(index, *names) for index, names in enumerate(expected)]
-    assert classes["best_head"] == best_head
-    assert (
-        override(Config(), yaml.safe_load(finished.read("model/config.yaml"))) == CONFIG
-    )
+    encoder = {f"encoder.{name}": tensor for name, tensor in encoder.items()}
+    assert_same(model.state_dict(), encoder | heads)
+    stored = ModelClasses.parse(finished.read("model/classes.json"))
+    assert stored.classes == first_classes(NAMES, 5)
+    assert stored.best_head == written.best_head == best_head
+    tree = yaml.safe_load(finished.read("model/config.yaml"))
+    assert override(Config(), tree) == CONFIG

@@ -116,32 +116,33 @@ def test_heads_on_features_take_a_bounded_number_of_steps(
     assert told[0].discover.epochs == 20 and not told[1]
 
 
-def test_what_is_given_stays(tmp_path):
-    """Each key by itself. Kills: a flag of the user's that is overruled."""
-    told = {
-        "augment.large.size": 24,
-        "data.stored_size": 20,
-        "train.batch_size": 10,
-        "pretrain.epochs": 2,
-        "discover.epochs": 3,
-    }
-    for key, value in told.items():
-        config, _, _ = fitted(
-            tmp_path / "d", key, side=40, num=20, **{key.replace(".", "__"): value}
-        )
-        got = config
-        for part in key.split("."):
-            got = getattr(got, part)
-        assert got == value
-        # one of the two sets the other
-        if key in ("augment.large.size", "data.stored_size"):
-            assert config.augment.large.size == config.data.stored_size == value
-    config, lines, _ = fitted(
-        tmp_path / "d", *told, **{k.replace(".", "__"): v for k, v in told.items()}
-    )
-    assert (
-        not lines and config.augment.large.size == 24 and config.data.stored_size == 20
-    )
+GIVEN = {
+    "augment.large.size": 24,
+    "data.stored_size": 20,
+    "train.batch_size": 10,
+    "pretrain.epochs": 2,
+    "discover.epochs": 3,
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        # one of the two sizes sets the other
+        ({"augment.large.size": 24}, {"data.stored_size": 24}),
+        ({"data.stored_size": 20}, {"augment.large.size": 20}),
+        ({"train.batch_size": 10}, {}),
+        ({"pretrain.epochs": 2}, {}),
+        ({"discover.epochs": 3}, {}),
+        (GIVEN, {}),
+    ],
+)
+def test_what_is_given_stays(tmp_path, given, expected):
+    """Kills: a flag of the user's that is overruled."""
+    values = {key.replace(".", "__"): value for key, value in given.items()}
+    config, lines, _ = fitted(tmp_path / "d", *given, side=40, num=20, **values)
+    assert override(config, given | expected) == config
+    assert bool(lines) == (len(given) == 1)
 
 
 @pytest.mark.parametrize(

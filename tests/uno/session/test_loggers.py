@@ -1,6 +1,7 @@
 """Each logger's record of a run, read back; one that fails stops nothing."""
 
 import tempfile
+from unittest.mock import Mock
 
 import pytest
 from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
@@ -13,7 +14,6 @@ from uno.errors import ConfigError
 from uno.presets import preset
 from uno.session import loggers, pipeline
 from uno.session.backend import LocalBackend
-from uno.session.loggers import Loggers, require_loggers
 
 RESULTS = {"train/all/acc": 0.75, "undefined": float("nan")}
 
@@ -35,7 +35,7 @@ def line(step: int, phase: str = "discover", **more) -> dict:
 
 
 def report(names: str, storage: Storage, *metrics: dict, **more) -> None:
-    with Loggers(
+    with loggers.Loggers(
         override(preset("digits"), {"train.report_to": names}), storage, **more
     ) as log:
         for each in metrics:
@@ -165,26 +165,20 @@ def test_wandb_has_an_offline_run(tmp_path, wandb_runs):
     assert list((tmp_path / "run").glob("wandb/offline-run-*/run-*.wandb"))
 
 
-@pytest.mark.parametrize("when", ["made", "log", "close"])
+@pytest.mark.parametrize(
+    "when",
+    ["side_effect", *(f"return_value.{name}.side_effect" for name in ("log", "close"))],
+    ids=["made", "log", "close"],
+)
 def test_a_logger_that_fails_is_off_after_one_warning(
     tmp_path, monkeypatch, capsys, when
 ):
     """Kills: an error that ends training, a warning for every line, a healthy logger
     switched off too.
     """
-
-    class Failing:
-        def __init__(self, record):
-            self.log("made")
-
-        def log(self, what, *rest):
-            if what == when or (rest and when == "log"):
-                raise RuntimeError("no\nserver")
-
-        def close(self, failed):
-            self.log("close")
-
-    monkeypatch.setitem(loggers.LOGGERS, "wandb", ("json", Failing))
+    failing = Mock()
+    failing.configure_mock(**{when: RuntimeError("no\nserver")})
+    monkeypatch.setitem(loggers.LOGGERS, "wandb", ("json", failing))
     report("wandb,tensorboard", Storage(str(tmp_path)), line(1), line(2))
     assert capsys.readouterr().out == "warning: --report-to wandb is off: no server\n"
     found = events(Storage(str(tmp_path)), "discover")
@@ -196,19 +190,8 @@ def test_a_run_reports_to_its_loggers(tmp_path, monkeypatch):
     """From the driver: every line with a loss, the metrics at the end. Kills:
     loggers that nobody calls.
     """
-    seen = []
-
-    class Noting:
-        def __init__(self, record):
-            seen.append((record.name, record.settings["model.width"]))
-
-        def log(self, phase, step, values):
-            seen.append(values if phase == "results" else (phase, step))
-
-        def close(self, failed):
-            seen.append(failed)
-
-    monkeypatch.setitem(loggers.LOGGERS, "wandb", ("json", Noting))
+    noting = Mock()
+    monkeypatch.setitem(loggers.LOGGERS, "wandb", ("json", noting))
     config = small_config(
         train__log_every=50,
         output=str(tmp_path / "run"),
@@ -218,12 +201,12 @@ def test_a_run_reports_to_its_loggers(tmp_path, monkeypatch):
     train = LocalBackend.train
     monkeypatch.setattr(LocalBackend, "train", lambda *a: train(*a) or RESULTS)
     pipeline.discover(config, {}, last="pretrain")
-    assert seen == [
-        ("run", 4),
-        *[("pretrain", 3 * i) for i in (1, 2, 3)],
-        {"train/all/acc": 0.75},
-        False,
-    ]
+    (record,) = noting.call_args.args
+    assert (record.name, record.settings["model.width"]) == ("run", 4)
+    *steps, results = [found.args for found in noting.return_value.log.call_args_list]
+    assert [found[:2] for found in steps] == [("pretrain", 3 * i) for i in (1, 2, 3)]
+    assert results[-1] == {"train/all/acc": 0.75}
+    noting.return_value.close.assert_called_once_with(False)
     assert not (tmp_path / "run" / "tensorboard").exists()
 
 
@@ -240,4 +223,4 @@ def test_what_is_not_there_is_refused_first(monkeypatch):
         loggers.importlib.util, "find_spec", lambda name: name == "json" or None
     )
     with pytest.raises(ConfigError, match=r"pip install 'uno-discovery\[mlflow\]'"):
-        require_loggers(small_config(train__report_to="jsonl, mlflow"))
+        loggers.require_loggers(small_config(train__report_to="jsonl, mlflow"))

@@ -29,24 +29,17 @@ def batches(monkeypatch):
 
 
 def config_of(folder, name="torch"):
-    safetensors.torch.save_file(
-        frozen_encoder(small_config()).state_dict(), folder / "weights.safetensors"
-    )
-    heads = {
-        "model__finetune": "none",
-        "augment__small__num_views": 0,
-        "augment__num_cached_views": 2,
-    }
-    where = {
-        "model__weights": str(folder / "weights.safetensors"),
-        "compute__cache": str(folder / "cache"),
-    }
+    weights = folder / "weights.safetensors"
+    safetensors.torch.save_file(frozen_encoder(small_config()).state_dict(), weights)
     return small_config(
         data__limit=ROWS,
         compute__encoder_runtime=name,
         compute__threads=2,
-        **heads,
-        **where,
+        compute__cache=str(folder / "cache"),
+        model__finetune="none",
+        model__weights=str(weights),
+        augment__small__num_views=0,
+        augment__num_cached_views=2,
     )
 
 
