@@ -21,8 +21,6 @@ AWS_FILES = ("cluster.yaml", "deploy/cluster-p5.yaml")
 PAGE = page("docs/deploy/aws.md")
 SUBMITTED = {"docs/deploy/ray.md": "Submit a job", "docs/deploy/aws.md": "Steps"}
 RAY_VERSION = re.search(r"^ray==(\S+)", (ROOT / "constraints.txt").read_text(), re.M)[1]
-# of node_config, not of RunInstances; Ray puts one of them in its place
-OF_RAY = {"SubnetIds"}
 
 
 @cache
@@ -51,9 +49,9 @@ def nodes(name):
 
 
 def asked(kind):
-    """What Ray would hand to RunInstances."""
+    """What Ray would hand to RunInstances; it puts a subnet in place of SubnetIds."""
     own = {
-        key: value for key, value in kind["node_config"].items() if key not in OF_RAY
+        key: value for key, value in kind["node_config"].items() if key != "SubnetIds"
     }
     return own | {"MinCount": 1, "MaxCount": 1}
 
@@ -83,16 +81,13 @@ def test_nodes_have_rights_an_image_a_group_and_one_zone(name):
         groups = [interface["Groups"] for interface in interfaces]
         assert {*chain(*groups, config.get("SecurityGroupIds", []))} == {"sg-GROUP"}
         assert config["MetadataOptions"]["HttpTokens"] == "required"
-        is_head = config["IamInstanceProfile"] != {"Name": "uno-worker"}
-        assert is_head == (kind is head)
-        assert is_head or config["Placement"] == {"GroupName": "uno"}
+        is_worker = config["IamInstanceProfile"] == {"Name": "uno-worker"}
+        assert is_worker == (kind is not head)
     zone = cluster["provider"]["availability_zone"]
     assert re.fullmatch(r"[a-z]+-[a-z]+-\d[a-z]", zone)
-    for kind in ("head", "worker"):
-        (start,) = re.findall(
-            ".*ray start.*", "\n".join(cluster[f"{kind}_start_ray_commands"])
-        )
-        assert "RAY_AUTH_MODE=token" in start
+    starts = cluster["head_start_ray_commands"] + cluster["worker_start_ray_commands"]
+    with_token = [command for command in starts if "RAY_AUTH_MODE=token" in command]
+    assert with_token == [command for command in starts if "ray start" in command]
     assert cluster["file_mounts"] == {"/home/ray/.ray/auth_token": "~/.ray/auth_token"}
     # a node installs nothing
     assert cluster["setup_commands"] == cluster["worker_setup_commands"] == []
@@ -176,7 +171,6 @@ def kubernetes():
 def test_the_kubernetes_manifest_has_the_keys_of_its_api():
     """KubeRay's ray.io/v1 types and the names that its objects must share."""
     claim, job = kubernetes()
-    assert claim["kind"] == "PersistentVolumeClaim"
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     spec, cluster = job["spec"], job["spec"]["rayClusterSpec"]
     fields = (
@@ -193,17 +187,15 @@ def test_the_kubernetes_manifest_has_the_keys_of_its_api():
     assert cluster.keys() <= {*fields.split()}
     assert cluster["authOptions"] == {"mode": "token"}
     assert cluster["rayVersion"] == RAY_VERSION
-    (workers,) = cluster["workerGroupSpecs"]
-    assert workers["minReplicas"] <= workers["replicas"] <= workers["maxReplicas"]
-    pod = workers["template"]["spec"]
-    assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 1
-    # true without quotes is refused
-    assert all(isinstance(value, str) for value in pod["nodeSelector"].values())
-    for group in (cluster["headGroupSpec"], workers):
-        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
         pod = group["template"]["spec"]
+        # true without quotes is refused
+        texts = [
+            *group["rayStartParams"].values(),
+            *pod.get("nodeSelector", {}).values(),
+        ]
+        assert all(isinstance(value, str) for value in texts)
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
-        assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
         shared = volumes["runs"]["persistentVolumeClaim"]["claimName"]
         assert shared == claim["metadata"]["name"]
         mounted = pod["containers"][0]["volumeMounts"]

@@ -2,7 +2,6 @@
 they resume.
 """
 
-import json
 import os
 import re
 import shutil
@@ -138,27 +137,6 @@ def test_own_images_without_weights_and_network_are_one_line(
     encoder = "--model.encoder torchvision:efficientnet_b0 --weights FILE"
     assert encoder in line and "--preset scratch" in line
     assert not (tmp_path / "run").exists()
-
-
-def test_the_run_directory(finished):
-    names = {path.name for path in finished.iterdir()}
-    assert names >= {"config.yaml", "environment.json", "metrics.jsonl", "tensorboard"}
-    assert names >= {"metrics.json", "checkpoints", "model"}
-    assert "lock.json" not in names
-    results = json.loads((finished / "metrics.json").read_text())
-    shares = [value for key, value in results.items() if not key.endswith("/rows")]
-    assert all(isinstance(value, float) and 0 <= value <= 1 for value in shares)
-    assert "train/novel/task_aware/acc/best" in results
-    assert "baseline/kmeans/novel/acc" in results
-
-
-def test_a_finished_run_is_shown_not_trained(finished, capsys, nothing_starts):
-    assert cli.main([*DISCOVER, "--output", str(finished)]) == 0
-    shown = capsys.readouterr().out
-    assert "is finished; nothing is trained again" in shown and "Task-aware" in shown
-    changed = ["--objective.epsilon", "0.1", "--seed", "3"]
-    line = refused(capsys, 2, *DISCOVER, "--output", finished, *changed)
-    assert "objective.epsilon, seed" in line
 
 
 @pytest.mark.parametrize(

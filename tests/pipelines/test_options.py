@@ -4,6 +4,7 @@ every mistake.
 
 import os
 import re
+from itertools import product
 from typing import Literal
 
 import pytest
@@ -289,15 +290,24 @@ def test_a_trained_model_fixes_all_but_where_it_runs():
     assert given == {"compute.device": "cpu", "data.source": "d"}
 
 
-@pytest.mark.parametrize("argv", ["--seed 0", "--output runs/x", "--output ./x"])
-@pytest.mark.parametrize("command", [DISCOVER, DEMO])
+@pytest.mark.parametrize(
+    ("argv", "command"),
+    [
+        *product(["--seed 0", "--output runs/x", "--output ./x"], [DISCOVER, DEMO]),
+        ("run --data digits --output out", PREDICT),
+    ],
+)
 def test_inside_a_ray_job_the_output_must_outlive_the_job(argv, command, monkeypatch):
     monkeypatch.setenv(configure.RAY_JOB, "{}")
     line = "^inside a Ray job --output must be an absolute path or a URI"
     with pytest.raises(ConfigError, match=line):
         config(*argv.split(), command=command)
+
+
+def test_inside_a_ray_job_paths_of_all_nodes_are_taken(monkeypatch):
+    monkeypatch.setenv(configure.RAY_JOB, "{}")
     for output in ("/data/run", "s3://bucket/run"):
-        assert config("--output", output, command=command).output == output
+        assert config("--output", output).output == output
     assert config("check", command=DATA).output is None
 
 

@@ -28,7 +28,6 @@ from uno.data.sources import read_digits
 from uno.presets import preset
 from uno.results.infer import load_classifier
 from uno.results.predictions import FOLDER, read_columns
-from uno.session import configure
 from uno.session.backend import LocalBackend, choose_backend
 from uno.session.pipeline import discover
 from uno.session.predict import predict_run
@@ -180,12 +179,6 @@ def test_mistakes_are_one_line(run, tmp_path, capsys, monkeypatch, code, words, 
     assert not Path("out").exists()
 
 
-def test_inside_a_ray_job_predictions_must_outlive_the_job(run, capsys, monkeypatch):
-    monkeypatch.setenv(configure.RAY_JOB, "{}")
-    argv = ["predict", run, "--data", "digits", "--output", "out"]
-    assert "absolute path or a URI" in refused(capsys, 2, *argv)
-
-
 def test_a_run_whose_data_is_gone_still_predicts(tmp_path, capsys):
     write_model(tmp_path / "run", aligned=False, data__source="folder:/gone")
     uno("predict", tmp_path / "run", "--data", "digits", "--output", tmp_path / "out")
@@ -294,10 +287,7 @@ def test_classes_named_in_one_step(run, capsys):
 
 
 @pytest.mark.slow
-def test_export_writes_and_says_what(run, tmp_path, capsys):
-    uno("export", run, "--format", "pt2")
-    assert "checked against the model" in capsys.readouterr().out
-    assert (run / "model" / "model.pt2").exists()
+def test_export_writes_the_encoder_into_a_new_folder(run, tmp_path):
     file = tmp_path / "sub" / "e.safetensors"
     uno("export", run, "--format", "encoder", "--output", file)
     assert "conv1.weight" in safetensors.torch.load_file(file)
