@@ -69,14 +69,20 @@ def test_nodes_are_waited_for_with_a_line_every_30_s(cluster, capsys):
     assert "the cluster has 0 CPU (1.5 free), 0 GPU" in second
 
 
-def test_a_wait_for_nodes_ends_by_a_stop_and_by_the_clock(cluster, capsys):
+@pytest.mark.parametrize(("address", "num_calls"), [("head:6379", 2), ("local", 0)])
+def test_a_wait_for_nodes_ends_by_the_clock(cluster, monkeypatch, address, num_calls):
+    """A private cluster, which cannot grow, is not waited for."""
     groups = cluster({"CPU": 4.0})
-    config = config_of(device="cuda", wait_minutes=1)
+    monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(ConfigError, match="need 2 GPUs, the cluster has 0"):
-        wait_for_resources(config, lambda: False)
-    assert len(groups) == 2
+        wait_for_resources(config_of(device="cuda", wait_minutes=1), lambda: False)
+    assert len(groups) == num_calls
+
+
+def test_a_wait_for_nodes_ends_by_a_stop(cluster):
+    cluster({"CPU": 4.0})
     with pytest.raises(Interrupted, match="resume with the same command"):
-        wait_for_resources(config, lambda: True)
+        wait_for_resources(config_of(device="cuda"), lambda: True)
 
 
 def test_predictions_and_features_wait_for_nodes_too(cluster, capsys):

@@ -81,7 +81,7 @@ def test_a_run_from_its_pretext_task_to_predictions(here, capsys):
     )
     words = ["discover", *SMALL, *OWN, *SHORT, *line.split()]
     assert cli.main([*words, "--dry-run"]) == 0
-    assert re.search(r"pretext: 2 epochs of[^$]*pretrain:", capsys.readouterr().out)
+    assert re.search(r"(?s)pretext: 2 epochs of.*pretrain:", capsys.readouterr().out)
     assert cli.main(words) == 0
     stored = yaml.safe_load(Path("run/config.yaml").read_text())
     assert stored["distill"] == {"target_temperature": 0.05, "entropy_weight": 1.5}
