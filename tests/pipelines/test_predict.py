@@ -355,5 +355,8 @@ def test_ray_gives_the_same_table(run, tmp_path, ray_cluster):
     words = ["predict", run, "--data", folder, "--embedding", "--compute.threads", "1"]
     uno(*words, "--output", tmp_path / "here")
     uno(*words, "--output", tmp_path / "ray", "--workers", "2")
-    here, there = (table_of(tmp_path / name).to_pandas() for name in ("here", "ray"))
+    here, there = (
+        table_of(tmp_path / name).to_pandas().drop(columns="embedding")
+        for name in ("here", "ray")
+    )
     pd.testing.assert_frame_equal(there, here, rtol=0, atol=1e-5)
