@@ -108,3 +108,8 @@ def write_images(folder: Path, counts: dict[str, int], size: int = 8) -> Path:
     ]
     builders.write_images(folder, names, size=size)
     return folder
+
+
+def uno(*argv: Any) -> None:
+    """Run a command, which must succeed."""
+    assert cli.main([str(word) for word in argv]) == 0

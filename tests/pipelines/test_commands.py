@@ -2,16 +2,16 @@
 they resume.
 """
 
-import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 from urllib.error import URLError
 
-import numpy as np
 import pytest
 import torch
 import yaml
@@ -20,7 +20,7 @@ from pipelines import cli, ray_env
 from tests.pipelines.small import (
     ROOT,
     SMALL,
-    assert_same_weights,
+    assert_as_undisturbed,
     lines_of,
     refused,
     signal_at,
@@ -52,6 +52,12 @@ def finished(tmp_path_factory) -> Path:
     output = tmp_path_factory.mktemp("finished") / "run"
     assert cli.main([*DISCOVER, "--output", str(output)]) == 0
     return output
+
+
+@pytest.fixture
+def run(finished, tmp_path) -> Path:
+    """A copy of the finished run that a test may change."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
 @pytest.mark.parametrize(
@@ -122,10 +128,7 @@ def test_own_images_without_weights_and_network_are_one_line(
     tmp_path, capsys, nothing_starts, monkeypatch
 ):
     """The line names both ways out: a file of weights, and an encoder of one's own."""
-
-    def no_network(*args, **kwargs):
-        raise URLError("Name or service not known")
-
+    no_network = Mock(side_effect=URLError("Name or service not known"))
     monkeypatch.setattr("torch.hub.urlopen", no_network)
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     data = f"folder:{write_images(tmp_path / 'images', {'cat': 20, 'dog': 20})}"
@@ -136,49 +139,13 @@ def test_own_images_without_weights_and_network_are_one_line(
     assert not (tmp_path / "run").exists()
 
 
-def test_the_run_directory(finished):
-    names = {
-        "config.yaml",
-        "environment.json",
-        "metrics.jsonl",
-        "metrics.json",
-        "checkpoints",
-        "model",
-    }
-    assert {path.name for path in finished.iterdir()} >= {*names, "tensorboard"}
-    assert not (finished / "lock.json").exists()
-    results = json.loads((finished / "metrics.json").read_text())
-    shares = [value for key, value in results.items() if not key.endswith("/rows")]
-    assert all(isinstance(value, float) and 0 <= value <= 1 for value in shares)
-    assert {
-        "train/novel/task_aware/acc/best",
-        "test/novel/task_agnostic_strict/acc/avg",
-        "baseline/kmeans/novel/acc",
-    } <= results.keys()
-    assert {line["phase"] for line in lines_of(finished)} == {"pretrain", "discover"}
-
-
-def test_a_finished_run_is_shown_not_trained(finished, capsys, nothing_starts):
-    before = (finished / "metrics.json").read_bytes()
-    assert cli.main([*DISCOVER, "--output", str(finished)]) == 0
-    shown = capsys.readouterr().out
-    assert "is finished; nothing is trained again" in shown and "Task-aware" in shown
-    assert (finished / "metrics.json").read_bytes() == before
-    changed = ["--objective.epsilon", "0.1", "--seed", "3"]
-    line = refused(capsys, 2, *DISCOVER, "--output", finished, *changed)
-    assert "objective.epsilon, seed" in line
-
-
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGHUP, marks=pytest.mark.release)]
 )
-def test_the_report_is_part_of_a_finished_run(
-    finished, tmp_path, capsys, monkeypatch, number
-):
+def test_the_report_is_part_of_a_finished_run(run, capsys, monkeypatch, number):
     """Kills: "done" without a report, a run that the same command takes for
     finished.
     """
-    run = Path(shutil.copytree(finished, tmp_path / "run"))
     expected = (run / "metrics.json").read_bytes()
     for name in ("metrics.json", "report.html"):
         (run / name).unlink()
@@ -195,88 +162,65 @@ def test_the_report_is_part_of_a_finished_run(
     assert "task_aware" in (run / "report.html").read_text()
 
 
-def test_evaluate_reproduces_the_results_and_so_does_the_run(
-    finished, tmp_path, capsys
-):
+def test_evaluate_reproduces_the_results_and_so_does_the_run(run, capsys):
     """Kills: a traceback of json for damaged results; training again; a report of
     other results.
     """
-    before = (finished / "metrics.json").read_bytes()
-    results = Path(shutil.copytree(finished, tmp_path / "run")) / "metrics.json"
+    results, page = run / "metrics.json", run / "report.html"
+    before = results.read_bytes()
     results.unlink()
-    page = tmp_path / "run" / "report.html"
-    for text, kept in (
-        (page.read_text().replace("<h1", "<h1 old", 1), False),
-        ("the user's own", True),
-    ):
+    stale = page.read_text().replace("<h1", "<h1 old", 1)
+    # the second time nothing has changed
+    for text, kept in ((stale, False), ("the user's own", True)):
         page.write_text(text)
-        assert (
-            cli.main(["evaluate", str(tmp_path / "run")]) == 0
-            and results.read_bytes() == before
-        )
-        assert (page.read_text() == text) == kept  # the second time nothing has changed
+        assert cli.main(["evaluate", str(run)]) == 0
+        assert results.read_bytes() == before and (page.read_text() == text) == kept
     assert "Task-aware" in capsys.readouterr().out
     results.write_text("{")
-    assert (
-        cli.main([*DISCOVER, "--output", str(tmp_path / "run")]) == 0
-        and results.read_bytes() == before
-    )
-    assert "is not a run directory" in refused(capsys, 2, "evaluate", tmp_path)
-    assert "RUN comes first" in refused(capsys, 2, "evaluate", "--workers", "0")
+    assert cli.main([*DISCOVER, "--output", str(run)]) == 0
+    assert results.read_bytes() == before
 
 
-def test_evaluate_works_here_and_stops_at_once(finished, tmp_path, capsys, monkeypatch):
-    """Kills: Ray for a run of two workers; a checkpoint promised where none is made;
-    metrics half written.
-    """
-    run = Path(shutil.copytree(finished, tmp_path / "run"))
-    config = (run / "config.yaml").read_text()
-    (run / "config.yaml").write_text(config.replace("num_workers: 0", "num_workers: 2"))
-    before = (run / "metrics.json").read_bytes()
-    monkeypatch.setattr(
-        ray_env, "connect", lambda *_, **__: pytest.fail("no Ray for an evaluation")
-    )
-    assert (
-        cli.main(["evaluate", str(run)]) == 0
-        and (run / "metrics.json").read_bytes() == before
-    )
+def stop_and_go_on(*_) -> None:
+    """End a command by a signal; fail if it goes on."""
+    signal.raise_signal(signal.SIGTERM)
+    pytest.fail("went on")
 
-    def evaluate(*_):
-        signal.raise_signal(signal.SIGTERM)
-        pytest.fail("went on")
 
-    monkeypatch.setattr(backend, "evaluate_run", evaluate)
-    capsys.readouterr()
-    assert cli.main(["evaluate", str(run)]) == 75
+@pytest.mark.parametrize(
+    ("is_finished", "says"),
+    [(True, "stopped; nothing was changed"), (False, "stopped before the run was")],
+)
+def test_an_evaluation_stops_at_once(run, capsys, monkeypatch, is_finished, says):
+    """Kills: a checkpoint promised where none is made; metrics half written."""
+    results = (run / "metrics.json").read_bytes()
+    command = ["evaluate", str(run)]
+    if not is_finished:
+        (run / "metrics.json").unlink()
+        command = [*DISCOVER, "--output", str(run)]
+    monkeypatch.setattr(backend, "evaluate_run", stop_and_go_on)
+    assert cli.main(command) == 75
     said = capsys.readouterr()
-    assert (
-        said.err.splitlines()[-1]
-        == "uno: stopped; nothing was changed; resume with the same command"
-    )
-    assert (
-        "checkpoint" not in said.out + said.err
-        and (run / "metrics.json").read_bytes() == before
-    )
-    # a run that is trained, and has no metrics yet
-    assert cli.main(["discover", *SMALL, "--output", str(tmp_path / "new")]) == 75
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last == (
-        "uno: stopped before the run was finished; resume with the same command"
-    )
+    line = said.err.splitlines()[-1]
+    assert line.startswith(f"uno: {says}")
+    assert line.endswith("; resume with the same command")
+    assert "checkpoint" not in said.out + said.err
+    left = [path.read_bytes() for path in run.glob("metrics.json")]
+    assert left == [results] * is_finished
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_run_of_gpu_workers_is_evaluated_and_reported_without_a_gpu(
-    finished, tmp_path
-):
+def test_a_run_of_gpu_workers_is_evaluated_and_reported_without_a_gpu(run, monkeypatch):
     """Kills: a device of the run's workers that the machine of a later command must
-    have, too.
+    have, too; Ray for an evaluation.
     """
-    run = Path(shutil.copytree(finished, tmp_path / "run"))
-    tree = yaml.safe_load((run / "config.yaml").read_text())
+    results, config = run / "metrics.json", run / "config.yaml"
+    before, tree = results.read_bytes(), yaml.safe_load(config.read_text())
     tree["compute"] |= {"num_workers": 2, "device": "cuda"}
-    (run / "config.yaml").write_text(yaml.safe_dump(tree))
+    config.write_text(yaml.safe_dump(tree))
+    monkeypatch.setattr(ray_env, "connect", pytest.fail)
     assert cli.main(["evaluate", str(run)]) == 0
+    assert results.read_bytes() == before
     assert cli.main(["report", str(run)]) == 0
 
 
@@ -304,12 +248,11 @@ def test_a_missing_device_or_weights_are_named_before_data_is_read(
 
 @pytest.mark.slow
 def test_pretrain_then_discover_equals_discover(finished, tmp_path):
+    """Kills: a second pretraining, discovery from other weights."""
     assert cli.main(["pretrain", *SMALL, "--output", str(tmp_path / "run")]) == 0
     assert {line["phase"] for line in lines_of(tmp_path / "run")} == {"pretrain"}
     assert cli.main([*DISCOVER, "--output", str(tmp_path / "run")]) == 0
-    # nothing was pretrained twice
-    assert lines_of(tmp_path / "run") == lines_of(finished)
-    assert_same_weights(tmp_path / "run", finished)
+    assert_as_undisturbed(tmp_path / "run", finished)
 
 
 @pytest.mark.parametrize(
@@ -322,25 +265,6 @@ def test_weights_replace_pretraining(finished, tmp_path, weights, monkeypatch):
     argv = [*DISCOVER, "--weights", os.path.join("run", weights), "--max-steps", "2"]
     assert cli.main([*argv, "--output", str(tmp_path / "run")]) == 0
     assert {line["phase"] for line in lines_of(tmp_path / "run")} == {"discover"}
-
-
-@pytest.mark.slow
-def test_fresh_starts_over(finished, tmp_path):
-    output = tmp_path / "run"
-    assert cli.main([*DISCOVER, "--output", str(output), "--max-steps", "2"]) == 0
-    (output / "old-report.html").write_text("")
-    assert cli.main([*DISCOVER, "--output", str(output), "--overwrite"]) == 0
-    assert not (output / "old-report.html").exists()
-    assert_same_weights(output, finished)
-
-
-def test_a_directory_that_is_no_run_is_not_touched(tmp_path, capsys, nothing_starts):
-    (tmp_path / "thesis.tex").write_text("years of work")
-    for switch in ([], ["--overwrite"]):
-        assert "holds no run" in refused(
-            capsys, 2, *DISCOVER, "--output", tmp_path, *switch
-        )
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
 def test_data_check_and_dry_run_leave_nothing(tmp_path, capsys, monkeypatch):
@@ -362,36 +286,14 @@ def test_explain_says_where_every_value_comes_from(tmp_path, capsys, monkeypatch
     write_images(Path("known"), {"a": 9, "b": 9})
     write_images(Path("new"), {"x": 9})
     Path("mine.yaml").write_text("train: {batch_size: 8}\nseed: 3\n")
-    argv = [
-        "--preset",
-        "scratch",
-        "--labeled",
-        "known",
-        "--unlabeled",
-        "new",
-        "--num-novel",
-        "2",
-        "--config",
-        "mine.yaml",
-    ]
-    argv += [
-        "--seed",
-        "4",
-        "--method",
-        "rs",
-        "--data.mean",
-        "0.5",
-        "0.5",
-        "0.5",
-        "--recipe",
-        "v2",
-    ]
-    assert cli.main(["discover", *argv, "--explain"]) == 0
+    line = (
+        "discover --preset scratch --labeled known --unlabeled new --num-novel 2"
+        " --config mine.yaml --seed 4 --method rs --data.mean 0.5 0.5 0.5 --recipe v2"
+    )
+    assert cli.main([*line.split(), "--explain"]) == 0
     shown = capsys.readouterr().out
-    origin = {}
-    for line in shown.splitlines():
-        key, value = next(iter(yaml.safe_load(line).items()))
-        origin[key] = value, line.rpartition("# ")[2]
+    values = yaml.safe_load(shown)
+    origins = dict(re.findall(r"^(\S+): .*# (.*)$", shown, re.M))
     expected = {
         "train.batch_size": (8, "file"),
         "seed": (4, "command line"),
@@ -404,19 +306,12 @@ def test_explain_says_where_every_value_comes_from(tmp_path, capsys, monkeypatch
         "objective.epsilon": (0.05, "default"),
         "output": ("runs/scratch-seed4", "default"),
     }
-    assert {key: origin[key] for key in expected} == expected
-    assert origin.keys() == set(field_names("rs"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "known",
-        "mine.yaml",
-        "new",
-    ]
+    assert {key: (values[key], origins[key]) for key in expected} == expected
+    assert values.keys() == origins.keys() == set(field_names("rs"))
+    assert not Path("runs").exists()
     Path("explained.yaml").write_text(shown)
     assert cli.main(["discover", "--config", "explained.yaml", "--explain"]) == 0
-    again = capsys.readouterr().out
-    assert [line.rpartition("# ")[0] for line in again.splitlines()] == [
-        line.rpartition("# ")[0] for line in shown.splitlines()
-    ]
+    assert yaml.safe_load(capsys.readouterr().out) == values
 
 
 def test_a_signal_saves_and_the_same_command_resumes(
@@ -429,17 +324,14 @@ def test_a_signal_saves_and_the_same_command_resumes(
     signal_at(3, signal.SIGTERM)
     assert cli.main(argv) == 75
     out, err = capsys.readouterr()
-    assert (
-        err.splitlines()[-1]
-        == "uno: stopped at discover step 4 of 18; resume with the same command"
-    )
+    last = "uno: stopped at discover step 4 of 18; resume with the same command"
+    assert err.splitlines()[-1] == last
     assert "stopping: saving a checkpoint first" in out
     assert checkpoint_steps(Storage(str(output)), "discover") == [4]
     assert not (output / "lock.json").exists()
     assert cli.main(argv) == 0
     assert "resuming at discover step 4\n" in capsys.readouterr().out
-    assert lines_of(output) == lines_of(finished)
-    assert_same_weights(output, finished)
+    assert_as_undisturbed(output, finished)
 
 
 @pytest.mark.ray  # several processes
@@ -450,40 +342,29 @@ def test_a_killed_run_resumes_bit_for_bit(finished, tmp_path, capsys, monkeypatc
     monkeypatch.setattr(lock, "RENEW_S", 0.2)
     monkeypatch.setattr(lock, "WATCH_S", 0.5)
     output = tmp_path / "run"
-    words = [*SMALL, "--output", str(output)]
+    argv = [*DISCOVER, "--output", str(output)]
     program = (
         "import sys; from pipelines import cli; from tests.pipelines.small import"
         " signal_at; signal_at(8, 9); sys.exit(cli.main(sys.argv[1:]))"
     )
-    killed = subprocess.run(
-        [sys.executable, "-c", program, "discover", *words],
-        cwd=ROOT,
-        timeout=120,
-        capture_output=True,
-    )
+    command = [sys.executable, "-c", program, *argv]
+    killed = subprocess.run(command, cwd=ROOT, timeout=120, capture_output=True)
     assert killed.returncode == -signal.SIGKILL
     assert checkpoint_steps(Storage(str(output)), "discover") == [6]
-    assert cli.main(["discover", *words]) == 0
-    assert (
-        "waiting 0.5 s to see whether that process is alive" in capsys.readouterr().out
-    )
-    assert lines_of(output) == lines_of(finished)
-    assert_same_weights(output, finished)
+    assert cli.main(argv) == 0
+    waited = "waiting 0.5 s to see whether that process is alive"
+    assert waited in capsys.readouterr().out
+    assert_as_undisturbed(output, finished)
 
 
-def test_a_damaged_checkpoint_is_skipped_and_trained_again(tmp_path, capsys, caplog):
-    """If all are damaged, nothing starts over by itself: exit code 4."""
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over(tmp_path, capsys):
     storage = Storage(str(tmp_path / "run"))
     pretrain = ["pretrain", *SMALL, "--output", storage.root]
     assert cli.main(pretrain) == 0
-    assert checkpoint_steps(storage, "pretrain") == [6, 9]
-    storage.write("checkpoints/pretrain/step_00000009.safetensors", b"{}")
-    assert cli.main(pretrain) == 0
-    assert "skipping checkpoint checkpoints/pretrain/step_00000009" in caplog.text
-    assert checkpoint_steps(storage, "pretrain") == [6, 9]
     for step in (6, 9):
         storage.write(f"checkpoints/pretrain/step_{step:08d}.safetensors", b"{}")
     assert "use --overwrite" in refused(capsys, 4, *pretrain)
+    assert checkpoint_steps(storage, "pretrain") == [6, 9]
 
 
 def test_two_commands_in_one_directory(tmp_path, capsys, nothing_starts, monkeypatch):
@@ -496,31 +377,3 @@ def test_two_commands_in_one_directory(tmp_path, capsys, nothing_starts, monkeyp
         line = refused(capsys, 2, *DISCOVER, "--output", output, "--overwrite")
     assert f"{output} is in use by process {os.getpid()} on" in line
     assert list(output.iterdir()) == []
-
-
-def test_numbers_out_of_range_stop_with_code_3(tmp_path, capsys, monkeypatch):
-    """A loss that is never finite: code 3, one line, and the step."""
-    real = memory.MemoryBatches.__call__
-
-    def poisoned(self, step):
-        batch = real(self, step)
-        for views in batch.views:
-            views.mul_(np.nan)
-        return batch
-
-    monkeypatch.setattr(memory.MemoryBatches, "__call__", poisoned)
-    assert cli.main([*DISCOVER, "--output", str(tmp_path / "run")]) == 3
-    err = capsys.readouterr().err.splitlines()[-1]
-    assert err.startswith("uno: error: non-finite loss at pretrain step")
-
-
-def test_storage_that_cannot_be_written_is_code_4(tmp_path, capsys):
-    argv = ["pretrain", *SMALL, "--max-steps", "1", "--output", str(tmp_path)]
-    assert cli.main(argv) == 0
-    shutil.rmtree(tmp_path / "checkpoints")
-    (tmp_path / "checkpoints").write_text("in the way")
-    capsys.readouterr()
-    assert cli.main(argv) == 4
-    assert (
-        capsys.readouterr().err.splitlines()[-1].startswith("uno: error: cannot write ")
-    )

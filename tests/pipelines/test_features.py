@@ -3,21 +3,23 @@ what they leave.
 """
 
 import json
+import re
 import shutil
 import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import safetensors.torch
 import torch
 
-import uno
 from pipelines import cli
 from pipelines.features import Featurizer, decode_block, make_block, unpack_chunk
 from tests.pipelines.small import (
@@ -26,7 +28,6 @@ from tests.pipelines.small import (
     refused,
     signal_at,
 )
-from tests.uno.models import write_digits
 from tests.uno.small_run import assert_same, frozen_encoder, small_config
 from uno.data import features as cached
 from uno.data.features import compute_local, feature_job
@@ -39,22 +40,11 @@ from uno.errors import ConfigError
 from uno.runs import DISCOVER
 from uno.runs.checkpoint import checkpoint_steps, load_newest
 
-HEADS = [
-    "discover",
-    *SMALL,
-    "--preset",
-    "digits",
-    "--model.finetune",
-    "none",
-    "--model.prototype_init",
-    "kmeans",
-    "--augment.small.num-views",
-    "0",
-    "--augment.num-cached-views",
-    "3",
-    "--discover.epochs",
-    "2",
+FROZEN = [
+    *["discover", *SMALL, "--preset", "digits", "--model.finetune", "none"],
+    *["--augment.small.num-views", "0", "--augment.num-cached-views", "3"],
 ]
+HEADS = [*FROZEN, "--model.prototype_init", "kmeans", "--discover.epochs", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -69,92 +59,38 @@ def weights(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, weights) -> Path:
-    """A finished run of 200 rows of the digits."""
+    """A finished run of 200 rows of the digits, beside its cache."""
     run = tmp_path_factory.mktemp("heads") / "run"
-    argv = [
-        *HEADS,
-        "--weights",
-        str(weights),
-        "--compute.cache",
-        str(run.parent / "cache"),
-    ]
-    assert cli.main([*argv, "--output", str(run)]) == 0
+    argv = [*HEADS, "--weights", str(weights), "--output", str(run)]
+    assert cli.main([*argv, "--compute.cache", str(run.parent / "cache")]) == 0
     return run
 
 
 def test_clustering_trains_nothing_and_says_what_to_expect(
-    finished, weights, tmp_path, capsys, monkeypatch
+    finished, weights, tmp_path, capsys
 ):
-    """Kills: a step that is taken, prototypes that checkpoint, model and evaluation do
-    not share, a dry run that takes a step.
-    """
-    argv = [
-        "discover",
-        *SMALL,
-        "--preset",
-        "digits",
-        "--model.finetune",
-        "none",
-        "--method",
-        "clustering",
-        "--augment.small.num-views",
-        "0",
-        "--augment.num-cached-views",
-        "3",
-        "--discover.epochs",
-        "0",
-        "--weights",
-        str(weights),
-        "--compute.cache",
-        str(finished.parent / "cache"),
-    ]
-    capsys.readouterr()
+    """Kills: a step that is taken, a dry run that takes a step."""
+    argv = [*FROZEN, "--method", "clustering", "--discover.epochs", "0"]
+    argv += ["--weights", str(weights), "--output", str(tmp_path / "run")]
+    argv += ["--compute.cache", str(finished.parent / "cache")]
     # features that are still to come
     few = ["--compute.cache", str(tmp_path / "empty")]
-    assert cli.main([*argv, *few, "--output", str(tmp_path / "run"), "--dry-run"]) == 0
-    assert not any((tmp_path / name).exists() for name in ("empty", "run"))
-    planned = capsys.readouterr().out.splitlines()
-    assert planned[-1] == "dry run: nothing was trained, and nothing was kept"
-    assert not any("epoch" in line for line in planned)
-    for start in ("model: ", "training: "):
-        assert sum(line.startswith(start) for line in planned) == 1, planned
-    assert cli.main([*argv, "--output", str(tmp_path / "run")]) == 0
+    capsys.readouterr()
+    assert cli.main([*argv, *few, "--dry-run"]) == 0
+    assert [*tmp_path.iterdir()] == []
+    planned = capsys.readouterr().out
+    assert planned.endswith("dry run: nothing was trained, and nothing was kept\n")
+    assert "epoch" not in planned
+    assert len(re.findall("^(?:model|training): ", planned, re.M)) == 2
+    assert cli.main(argv) == 0
     said = capsys.readouterr().out
     assert "expected accuracy on " in said and ", if there are 5 new classes" in said
     assert "another encoder (calibrated on " in said
-    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
-    (key,) = (
-        key
-        for key in metrics
-        if key in ("trust/expected/ncd/acc", "trust/expected/gcd/acc")
-    )
-    low, expected, high = (
-        metrics[key.replace("acc", end)] for end in ("low", "acc", "high")
-    )
-    assert low <= expected <= high
-    assert metrics["train/known/task_aware/acc/best"] > 0.3
     page = (tmp_path / "run" / "report.html").read_text()
     assert "Expected accuracy on " in page and "resnet_small, 8 px, 1 head<" in page
     assert "Heads and training" not in page and ">avg<" not in page
-    run = Storage(str(tmp_path / "run"))
-    assert checkpoint_steps(run, DISCOVER) == [0]
-    assert checkpoint_steps(run, "pretrain") == []
-    table = pq.read_table(tmp_path / "run" / "predictions").to_pylist()
-    images = {
-        i: image
-        for i, image in zip(
-            read_digits().ids.to_pylist(), read_digits().images.items[:20], strict=False
-        )
-    }
-    write_digits(tmp_path / "images", list(images.values()))
-    found = uno.load(str(tmp_path / "run")).predict(
-        sorted((tmp_path / "images").iterdir())
-    )
-    rows = {row["id"]: row["class_name"] for row in table}
-    pairs = [
-        (rows[i], p.class_name) for i, p in zip(images, found, strict=True) if i in rows
-    ]
-    assert len(pairs) >= 5 and all(ours == again for ours, again in pairs)
+    assert checkpoint_steps(Storage(str(tmp_path / "run")), DISCOVER) == [0]
+    assert not (tmp_path / "run/checkpoints/pretrain").exists()
 
 
 @pytest.fixture
@@ -165,46 +101,37 @@ def nothing_computed(monkeypatch):
     )
 
 
+def assert_encoder_is_kept(run: Path, weights: Path) -> None:
+    """The model has the given encoder, bit for bit, and predicts known classes."""
+    given = safetensors.torch.load_file(weights)
+    assert_same(safetensors.torch.load_file(run / "model/encoder.safetensors"), given)
+    metrics = json.loads((run / "metrics.json").read_text())
+    assert metrics["train/known/task_aware/acc/avg"] > 0.3
+
+
 def test_a_run_on_features_leaves_what_every_run_leaves(finished, weights):
     """Kills: an encoder that is trained or stored otherwise, statistics that move, a
     phase of pretraining.
     """
-    given = safetensors.torch.load_file(weights)
-    kept = safetensors.torch.load_file(finished / "model" / "encoder.safetensors")
-    assert kept.keys() == given.keys() and all(
-        torch.equal(kept[k], given[k]) for k in given
-    )
+    assert_encoder_is_kept(finished, weights)
     assert {line["phase"] for line in lines_of(finished)} == {"discover"}
-    assert (finished / "report.html").read_text().startswith("<!doctype")
-    assert (
-        json.loads((finished / "metrics.json").read_text())[
-            "train/known/task_aware/acc/avg"
-        ]
-        > 0.3
-    )
+    assert (finished / "report.html").exists()
 
 
-def test_predictions_equal_those_of_the_encoder(finished, tmp_path, capsys):
+def test_predictions_equal_those_of_the_encoder(finished, tmp_path):
     """The run predicts from cached features, predict from pixels. Kills: features of
     a random view.
     """
     argv = ["predict", str(finished), "--data", "digits", "--compute.threads", "1"]
     assert cli.main([*argv, "--output", str(tmp_path)]) == 0
     ours, again = (
-        {row["id"]: row for row in pq.read_table(path / "predictions").to_pylist()}
-        for path in (finished, tmp_path)
+        pq.read_table(run / "predictions").to_pandas().set_index("id")
+        for run in (finished, tmp_path)
     )
-    assert len(ours) == 400 and ours.keys() < again.keys()
-    for name, row in ours.items():
-        assert row.keys() == again[name].keys()
-        assert again[name].pop("label") is None  # only the run knows its labels
-        for key, value in row.items():
-            if key == "label":
-                continue
-            if isinstance(value, float | list):
-                np.testing.assert_allclose(value, again[name][key], atol=1e-4)
-            else:
-                assert value == again[name][key], (name, key)
+    again = again.loc[ours.index]
+    assert len(ours) == 400
+    assert again.pop("label").isna().all()  # only the run knows its labels
+    pd.testing.assert_frame_equal(again, ours[again.columns], rtol=0, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -217,22 +144,12 @@ def test_evaluate_and_another_seed_compute_no_feature(
     run = Path(shutil.copytree(finished, tmp_path / "run"))
     before = (run / "metrics.json").read_bytes()
     (run / "metrics.json").write_text("{}")
-    assert (
-        cli.main(["evaluate", str(run)]) == 0
-        and (run / "metrics.json").read_bytes() == before
-    )
+    assert cli.main(["evaluate", str(run)]) == 0
+    assert (run / "metrics.json").read_bytes() == before
     capsys.readouterr()
     monkeypatch.setenv("UNO_CACHE", str(finished.parent / "cache"))
-    other = [
-        *HEADS,
-        "--weights",
-        str(weights),
-        "--seed",
-        "1",
-        "--output",
-        str(tmp_path / "other"),
-    ]
-    assert cli.main(other) == 0
+    argv = [*HEADS, "--weights", str(weights), "--seed", "1"]
+    assert cli.main([*argv, "--output", str(tmp_path / "other")]) == 0
     assert "features:" not in capsys.readouterr().out
     assert lines_of(tmp_path / "other") != lines_of(finished)
 
@@ -268,27 +185,10 @@ def test_what_exceeds_the_memory_is_encoded_in_every_epoch(
     weights, tmp_path, empty_cache
 ):
     """Streaming: no cache, and an encoder that stays as it is, statistics too."""
-    run = tmp_path / "run"
-    argv = [
-        *HEADS,
-        "--weights",
-        str(weights),
-        "--data.loading",
-        "streaming",
-        "--output",
-        str(run),
-    ]
-    assert cli.main(argv) == 0
-    given, kept = map(
-        safetensors.torch.load_file, (weights, run / "model" / "encoder.safetensors")
-    )
-    assert (
-        all(torch.equal(kept[k], given[k]) for k in given) and not empty_cache.exists()
-    )
-    assert (
-        json.loads((run / "metrics.json").read_text())["train/known/task_aware/acc/avg"]
-        > 0.3
-    )
+    argv = [*HEADS, "--weights", str(weights), "--data.loading", "streaming"]
+    assert cli.main([*argv, "--output", str(tmp_path / "run")]) == 0
+    assert_encoder_is_kept(tmp_path / "run", weights)
+    assert not empty_cache.exists()
 
 
 @pytest.mark.parametrize(
@@ -330,9 +230,7 @@ def test_what_ray_does_with_chunks_gives_the_same_features(tmp_path, monkeypatch
     """The rows do not follow each other, one image cannot be read, and numbers that are
     not finite are an error.
     """
-    monkeypatch.setitem(
-        sys.modules, "ray", SimpleNamespace(get=lambda reference: reference)
-    )
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=lambda given: given))
     monkeypatch.setattr("pipelines.features.threads_of_actor", lambda *_: 2)
     monkeypatch.setattr(cached, "CHUNK_ROWS", 32)
     config = small_config(
@@ -341,40 +239,38 @@ def test_what_ray_does_with_chunks_gives_the_same_features(tmp_path, monkeypatch
     task = make_task(read_digits(), config.data.model_copy(update={"limit": 40}))
     images = [task.rows.images[row] for row in range(80)]
     images[33] = b"no image"
-    encoder = build_encoder(config.model).eval()
     task = replace(task, rows=replace(task.rows, images=images))
+    encoder = build_encoder(config.model).eval()
     job, rows = feature_job(config, task, encoder), np.delete(np.arange(80), [3, 40])
-    ours = list(compute_local(job, encoder, rows, 2))
-    results = []
-    for weight in (1.0, float("nan")):
-        state = {
-            k: v * weight if v.is_floating_point() else v
-            for k, v in encoder.state_dict().items()
-        }
-        actor = Featurizer(config, {"CPU": 1.0}, safetensors.torch.save(state), None)
+
+    def encoded_by_an_actor():
+        weights = safetensors.torch.save(encoder.state_dict())
+        actor = Featurizer(config, {"CPU": 1.0}, weights, None)
         chunks = decode_block(make_block(job, rows, 0, 96), config, None)
-        results.append(actor(pa.concat_tables(chunks)))  # Ray joins them
+        return actor(pa.concat_tables(chunks))  # Ray joins them
+
+    ours, table = list(compute_local(job, encoder, rows, 2)), encoded_by_an_actor()
     for number, chunk in enumerate(ours):
-        theirs = unpack_chunk(job, chunk.rows, results[0].slice(32 * number, 32))
+        theirs = unpack_chunk(job, chunk.rows, table.slice(32 * number, 32))
         assert torch.equal(theirs.features, chunk.features)
         assert theirs.reasons == chunk.reasons
-        with pytest.raises(ConfigError, match="non-finite"):
-            unpack_chunk(job, chunk.rows, results[1].slice(32 * number, 32))
     assert sum(reason is not None for chunk in ours for reason in chunk.reasons) == 1
+    encoder.conv1.weight.data.fill_(float("nan"))
+    with pytest.raises(ConfigError, match="non-finite"):
+        unpack_chunk(job, ours[0].rows, encoded_by_an_actor().slice(0, 32))
 
 
-def stored(folder: Path) -> dict[str, list[list[float]]]:
+def stored(folder: Path) -> list[dict[str, Any]]:
     """The views of each row in a folder of features."""
     table = pq.read_table(sorted(folder.glob("**/*.parquet")))
-    rows = table.select(["id", "view", "embedding"]).to_pylist()
-    rows.sort(key=lambda row: (row["id"], row["view"]))
-    return {f"{row['id']} {row['view']}": row["embedding"] for row in rows}
+    rows = table.select(["id", "view", "embedding"])
+    return rows.sort_by([("id", "ascending"), ("view", "ascending")]).to_pylist()
 
 
 @pytest.mark.ray
 @pytest.mark.release
 def test_two_ray_workers_compute_the_same_features(
-    ray_cluster, finished, weights, tmp_path, empty_cache, capfd, monkeypatch
+    ray_cluster, finished, weights, tmp_path, empty_cache, capfd
 ):
     """Bit for bit, the evaluation view first. An encoder's fault is one line. Kills:
     features in the order they come back, a batch that depends on the block, Ray's
@@ -387,21 +283,10 @@ def test_two_ray_workers_compute_the_same_features(
     assert cli.main([*argv, str(tmp_path / "nan.safetensors"), "--overwrite"]) == 2
     err = capfd.readouterr().err
     assert "Traceback" not in err
-    assert (
-        err.splitlines()[-1]
-        == "uno: error: model.encoder resnet_small returns non-finite numbers"
-    )
+    last = "uno: error: model.encoder resnet_small returns non-finite numbers"
+    assert err.splitlines()[-1] == last
     shutil.rmtree(empty_cache)
     assert cli.main([*argv, str(weights), "--overwrite"]) == 0
     (ours,) = empty_cache.glob("features/*")
     here = finished.parent / "cache" / "features" / ours.name
     assert stored(ours) == stored(here)
-    one, two = lines_of(finished), lines_of(tmp_path / "run")
-    assert [(e["step"], e["lr"]) for e in one] == [(e["step"], e["lr"]) for e in two]
-    assert two[0]["loss"] == pytest.approx(one[0]["loss"], rel=0.1)
-    assert two[-1]["loss"] == pytest.approx(one[-1]["loss"], rel=0.3)
-    ours, theirs = (
-        {row["id"]: row for row in pq.read_table(run / "predictions").to_pylist()}
-        for run in (finished, tmp_path / "run")
-    )
-    assert ours.keys() == theirs.keys()

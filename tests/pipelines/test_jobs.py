@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 import time
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -26,16 +26,10 @@ def driver(tmp_path, monkeypatch):
     """``driver(*messages)`` trains with a group that sends these messages; its last one
     is the result.
     """
+    left, shown, stopped = [], [], []
 
-    class Script:
-        def __init__(self, ray):
-            self.to_driver = None
-
-        def received(self):
-            return [left.pop(0)] if left and isinstance(left[0], tuple) else []
-
-        def send_token(self, group, token):
-            tokens.append((group, token))
+    def received():
+        return [left.pop(0)] if left and isinstance(left[0], tuple) else []
 
     def fit(config, resources, loop):
         wait_for(lambda: not left or not isinstance(left[0], tuple), pause=0.01)
@@ -43,13 +37,13 @@ def driver(tmp_path, monkeypatch):
             time.sleep(60)
         return left[0]
 
-    left, tokens, shown, stopped = [], [], [], []
-    monkeypatch.setattr(train, "Messages", Script)
+    messages = Mock(received=received)
+    monkeypatch.setattr(train, "Messages", lambda ray: messages)
     monkeypatch.setattr(train, "fit", fit)
     monkeypatch.setattr(ray_env, "POLL_S", 0.01)
 
-    def run_driver(*messages, stop=False):
-        left[:] = messages
+    def run_driver(*given, stop=False):
+        left[:] = given
         stopped[:] = [1] * stop
         config = override(Config(), {"compute.num_workers": 2})
         with lock_run(Storage(str(tmp_path)), on_wait=pytest.fail) as mine:
@@ -58,7 +52,7 @@ def driver(tmp_path, monkeypatch):
                 run, config, {"CPU": 1.0}, {}, shown.append, lambda: bool(stopped)
             )
 
-    run_driver.tokens, run_driver.shown = tokens, shown
+    run_driver.send_token, run_driver.shown = messages.send_token, shown
     return run_driver
 
 
@@ -76,20 +70,23 @@ def test_each_group_gets_a_token_of_its_own_and_its_metrics_are_shown(
         {"metrics": {"acc": 1.0}},
     )
     assert found == {"acc": 1.0} and driver.shown == [{"step": 1}, {"step": 2}]
-    groups, tokens = zip(*driver.tokens, strict=True)
+    sent = [call.args for call in driver.send_token.call_args_list]
+    groups, tokens = zip(*sent, strict=True)
     assert groups == ("a", "b", "c") and len(set(tokens)) == 3
     assert "workers died (a node was lost); new ones resume" in caplog.text
     assert "being drained" in capsys.readouterr().out
 
 
-def test_a_stop_is_handed_on(driver):
-    with pytest.raises(Interrupted, match="at step 4"):
-        driver(("begun", "a"), {"interrupted": "stopped at step 4"}, stop=True)
-
-
-def test_a_stop_ends_a_wait_for_nodes(driver):
-    with pytest.raises(Interrupted, match="while waiting for nodes"):
-        driver(("begun", "a"), ("lost", "a node was lost"), stop=True)
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        ({"interrupted": "stopped at step 4"}, "at step 4"),
+        (("lost", "a node was lost"), "while waiting for nodes"),
+    ],
+)
+def test_a_stop_is_handed_on(driver, answer, says):
+    with pytest.raises(Interrupted, match=says):
+        driver(("begun", "a"), answer, stop=True)
 
 
 @pytest.mark.parametrize(
@@ -148,95 +145,89 @@ def test_too_many_workers_are_one_line(overrides, cluster, says):
         ray_env.worker_resources(override(Config(), overrides), cluster)
 
 
+class AuthenticationError(Exception):
+    """Ray's error in token mode without a token."""
+
+
+@pytest.fixture
+def ray(monkeypatch):
+    """A stand-in for Ray that is not connected, without an address or a token."""
+    ray = Mock(is_initialized=lambda: False)
+    ray.exceptions.AuthenticationError = AuthenticationError
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(os, "environ", {})
+    return ray
+
+
 @pytest.mark.parametrize(
-    ("mode", "says"),
+    ("mode", "error", "says"),
     [
         (
-            None,
+            {},
+            ConnectionError("Failed to connect"),
             "a cluster with tokens needs RAY_AUTH_MODE=token and its token .* is unset",
         ),
-        ("disabled", "is disabled"),
-        ("token", "check that ~/.ray/auth_token holds the token of the cluster"),
+        (
+            {"RAY_AUTH_MODE": "disabled"},
+            AuthenticationError("no token was found"),
+            "is disabled",
+        ),
+        (
+            {"RAY_AUTH_MODE": "token"},
+            AuthenticationError("no token was found"),
+            "check that ~/.ray/auth_token holds the token of the cluster",
+        ),
     ],
 )
-def test_a_cluster_that_refuses_is_told_of_tokens(monkeypatch, mode, says):
+def test_a_cluster_that_refuses_is_told_of_tokens(ray, monkeypatch, mode, error, says):
     """Ray says "Failed to connect". Kills: a line without tokens, a mode that is set
     on another's cluster.
     """
 
-    class AuthenticationError(Exception):
-        """Of token mode without a token."""
-
     def refuse(**_):
-        assert os.environ.get("RAY_AUTH_MODE") == mode
-        raise (
-            AuthenticationError("no token was found")
-            if mode
-            else ConnectionError("Failed to connect")
-        )
+        assert os.environ.items() >= mode.items()
+        assert len(mode) == ("RAY_AUTH_MODE" in os.environ)
+        raise error
 
-    exceptions = SimpleNamespace(AuthenticationError=AuthenticationError)
-    ray = SimpleNamespace(
-        is_initialized=lambda: False, init=refuse, exceptions=exceptions
-    )
-    monkeypatch.setitem(sys.modules, "ray", ray)
-    monkeypatch.setattr(
-        os,
-        "environ",
-        {"RAY_ADDRESS": "10.0.0.1:6379"} | ({"RAY_AUTH_MODE": mode} if mode else {}),
-    )
+    ray.init = refuse
+    os.environ.update(mode, RAY_ADDRESS="10.0.0.1:6379")
     monkeypatch.setattr(ray_env, "check_address", lambda address: None)
     with pytest.raises(ConfigError, match=says), ray_env.connect():
         pytest.fail("connected")
 
 
-def test_a_machine_too_busy_for_ray_is_one_line(monkeypatch):
+@pytest.mark.parametrize(
+    ("problem", "error", "says"),
+    [
+        ("The current node timed out during startup. This", ConfigError, "too busy"),
+        ("a defect", Exception, "a defect"),
+    ],
+)
+def test_a_machine_too_busy_for_ray_is_one_line(ray, problem, error, says):
     """Ray raises a plain Exception. Kills: "internal", a node that is left half
     started, a defect hidden.
     """
-
-    def fail(**_):
-        raise Exception(problems.pop())
-
-    problems, ended = (
-        ["a defect", "The current node timed out during startup. This could happen as"],
-        [],
-    )
-    exceptions = SimpleNamespace(AuthenticationError=ArithmeticError)
-    ray = SimpleNamespace(
-        is_initialized=lambda: False, init=fail, exceptions=exceptions
-    )
-    ray.shutdown = lambda: ended.append(1)
-    monkeypatch.setitem(sys.modules, "ray", ray)
-    monkeypatch.setattr(os, "environ", {})
-    with pytest.raises(ConfigError, match="too busy"), ray_env.connect():
+    ray.init.side_effect = Exception(problem)
+    with pytest.raises(error, match=says), ray_env.connect():
         pytest.fail("connected")
-    assert ended == [1]
-    with pytest.raises(Exception, match="a defect"), ray_env.connect():
-        pytest.fail("connected")
+    assert ray.shutdown.called == (error is ConfigError)
 
 
-def test_a_head_that_ray_start_has_started_is_found(monkeypatch, tmp_path):
+@pytest.mark.parametrize("given", [None, "local", "10.0.0.1:6379"])
+def test_a_head_that_ray_start_has_started_is_found(monkeypatch, tmp_path, given):
     """As Ray's own commands find it. Kills: a second cluster beside it, one that is
     gone, a private one that nobody can ask for any more.
     """
+    environ = {"RAY_TMPDIR": str(tmp_path)} | ({"RAY_ADDRESS": given} if given else {})
+    monkeypatch.setattr(os, "environ", environ)
+    given_or_none = None if given == "local" else given
+    assert ray_env.cluster_address() == given_or_none
     (tmp_path / "ray").mkdir()
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         (tmp_path / "ray" / "ray_current_cluster").write_text(address)
-        for given, expected in (
-            ("", address),
-            ("local", None),
-            ("10.0.0.1:6379", "10.0.0.1:6379"),
-        ):
-            monkeypatch.setattr(
-                os, "environ", {"RAY_TMPDIR": str(tmp_path), "RAY_ADDRESS": given}
-            )
-            assert ray_env.cluster_address() == expected
-    monkeypatch.setattr(os, "environ", {"RAY_TMPDIR": str(tmp_path)})
-    assert ray_env.cluster_address() is None
-    monkeypatch.setattr(os, "environ", {"RAY_TMPDIR": str(tmp_path / "none")})
-    assert ray_env.cluster_address() is None
+        assert ray_env.cluster_address() == (given_or_none if given else address)
+    assert ray_env.cluster_address() == given_or_none
 
 
 @pytest.mark.parametrize(

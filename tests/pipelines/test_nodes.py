@@ -3,7 +3,7 @@
 import os
 from contextlib import nullcontext
 from types import SimpleNamespace
-from unittest.mock import Mock, call
+from unittest.mock import Mock
 
 import pytest
 
@@ -30,8 +30,9 @@ def config_of(**overrides):
 
 @pytest.fixture
 def cluster(monkeypatch):
-    """``cluster(*resources)``: what a made-up cluster has each second, the last of them
-    for good. Returns the placement groups that were asked for, and those removed.
+    """``cluster(*resources)``: what a made-up cluster that grows has each second, the
+    last of them for good. Returns the placement groups that were asked for, and those
+    removed.
     """
 
     def start(*resources):
@@ -51,68 +52,60 @@ def cluster(monkeypatch):
             monkeypatch.setattr(f"ray.{name}", value)
         monkeypatch.setattr(nodes.time, "monotonic", lambda: now[0])
         monkeypatch.setattr(nodes.time, "sleep", lambda seconds: None)
+        monkeypatch.setenv("RAY_ADDRESS", "head:6379")
         return groups
 
     return start
 
 
-def test_nodes_are_waited_for_with_a_line_every_30_s(cluster, capsys, monkeypatch):
+def test_nodes_are_waited_for_with_a_line_every_30_s(cluster, capsys):
     """The autoscaler learns what is needed by a placement group."""
-    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
     groups = cluster(*[{}] * 40, {"CPU": 4.0, "GPU": 2.0})
-    config = config_of(device="cuda", wait_minutes=10)
-    found = wait_for_resources(config, lambda: False)
+    found = wait_for_resources(config_of(device="cuda", wait_minutes=10), lambda: False)
     assert found == {"CPU": 1.0, "GPU": 1.0}
     assert groups == [[{"CPU": 1.0, "GPU": 1.0}] * 2, 1]
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("waiting up to 10 minutes for nodes: 2 workers with 1 ")
-    assert len(lines) == 2 and "the cluster has 0 CPU (1.5 free), 0 GPU" in lines[1]
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("waiting up to 10 minutes for nodes: 2 workers with 1 ")
+    assert "the cluster has 0 CPU (1.5 free), 0 GPU" in second
 
 
-def test_a_wait_for_nodes_ends_by_a_stop_and_by_the_clock(cluster, capsys, monkeypatch):
+@pytest.mark.parametrize(("address", "num_calls"), [("head:6379", 2), ("local", 0)])
+def test_a_wait_for_nodes_ends_by_the_clock(cluster, monkeypatch, address, num_calls):
     """A private cluster, which cannot grow, is not waited for."""
-    monkeypatch.setenv("RAY_ADDRESS", "local")
-    cluster({"CPU": 4.0})
-    config = config_of(device="cuda", wait_minutes=1)
-    with pytest.raises(ConfigError, match="need 2 GPUs, the cluster has 0"):
-        wait_for_resources(config, lambda: False)
-    assert capsys.readouterr().out == ""
-    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
     groups = cluster({"CPU": 4.0})
+    monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(ConfigError, match="need 2 GPUs, the cluster has 0"):
-        wait_for_resources(config, lambda: False)
-    assert len(groups) == 2
+        wait_for_resources(config_of(device="cuda", wait_minutes=1), lambda: False)
+    assert len(groups) == num_calls
+
+
+def test_a_wait_for_nodes_ends_by_a_stop(cluster):
+    cluster({"CPU": 4.0})
     with pytest.raises(Interrupted, match="resume with the same command"):
-        wait_for_resources(config, lambda: True)
+        wait_for_resources(config_of(device="cuda"), lambda: True)
 
 
-def test_predictions_and_features_wait_for_nodes_too(cluster, capsys, monkeypatch):
+def test_predictions_and_features_wait_for_nodes_too(cluster, capsys):
     """Kills: a run that ends after training because idle nodes left while its model
     was aligned.
     """
-    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
     cluster({})
-    found = map_through_model(
-        None, config_of(wait_minutes=2), iter([]), None, object, (), 512, 192
-    )
+    config = config_of(wait_minutes=2)
+    found = map_through_model(None, config, iter([]), None, object, (), 512, 192)
     with pytest.raises(ConfigError, match="need more than the cluster's 0"):
         next(found)
     assert "waiting up to 2 minutes for nodes" in capsys.readouterr().out
 
 
 def estimate(ray, config, monkeypatch):
-    found = []
+    estimator = Mock()
     monkeypatch.setattr(backend.ray_env, "connect", lambda **_: nullcontext(ray))
     monkeypatch.setattr(backend, "estimated_set", lambda *_: None)
-    monkeypatch.setattr(
-        backend.estimate,
-        "estimate_num_novel",
-        lambda *facts, **_: found.append(facts[4]),
-    )
+    monkeypatch.setattr(backend.estimate, "estimate_num_novel", estimator)
     opened = Mock(rows=range(10))
     run = Run(config, Storage("unused"), backend.RayBackend(), opened=opened)
     run.backend.estimate(run, Settings())
-    return found
+    return estimator.call_args.args[4]
 
 
 def pack_data(ray, config, monkeypatch):
@@ -139,8 +132,8 @@ def tune(ray, config, monkeypatch):
 @pytest.mark.parametrize(
     ("command", "device", "found"),
     [
-        (estimate, "auto", ["cuda"]),
-        (estimate, "cuda", ["cuda"]),
+        (estimate, "auto", "cuda"),
+        (estimate, "cuda", "cuda"),
         (pack_data, "cuda", None),
         (reproduce, "cuda", (1.0, 2)),
         (reproduce, "auto", (1.0, 2)),
@@ -154,18 +147,15 @@ def test_the_first_task_of_a_command_waits_for_its_node(
     later. Kills: "the cluster has 0", cells on CPUs whose device is cuda, a wait of a
     private cluster, which does not grow.
     """
-    answers, waited = [{}, {"CPU": 4.0, "GPU": 2.0}], []
-    ray = Mock(cluster_resources=lambda: answers.pop(0))
-    monkeypatch.setattr(
-        nodes,
-        "wait_for_resources",
-        lambda config, _: waited.append(config.compute.wait_minutes),
-    )
+    wait = Mock()
+    monkeypatch.setattr(nodes, "wait_for_resources", wait)
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    ray = Mock()
+    ray.cluster_resources.side_effect = [{}, {"CPU": 4.0, "GPU": 2.0}, {}]
     assert command(ray, config_of(device=device), monkeypatch) == found
-    assert waited == [30]
+    ((config, _),) = (call.args for call in wait.call_args_list)
+    assert config.compute.wait_minutes == 30
     monkeypatch.setenv("RAY_ADDRESS", "local")
-    answers[:] = [{}]
     with pytest.raises(ConfigError, match=r"the cluster has 0|the cluster.s 0"):
         command(ray, config_of(device="cuda"), monkeypatch)
 
@@ -193,13 +183,11 @@ def test_workers_that_stream_reserve_the_cpus_that_decode(
 ):
     alive = [{"Alive": True, "Resources": resources} for resources in nodes_of]
     monkeypatch.setattr("ray.nodes", lambda: alive)
-    config = config_of(**overrides)
-    each = {
-        "CPU": float(overrides.get("cpus_per_worker", 1)),
-        "GPU": float(config.compute.gpus_per_worker),
-    }
-    assert nodes.with_decoding(config, each) == {**each, "CPU": cpus}
-    assert nodes.with_decoding(config, {"CPU": 0.5}) == {"CPU": 0.5}
+    compute = config_of(**overrides).compute
+    each = {"CPU": compute.cpus_per_worker or 1.0, "GPU": compute.gpus_per_worker}
+    found = nodes.with_decoding(config_of(**overrides), each)
+    assert found == {**each, "CPU": cpus}
+    assert nodes.with_decoding(config_of(**overrides), {"CPU": 0.5}) == {"CPU": 0.5}
 
 
 def test_shards_that_must_be_here_need_a_cpu_here():
@@ -210,9 +198,8 @@ def test_shards_that_must_be_here_need_a_cpu_here():
         {"NodeID": "b", "Resources": {"CPU": 4.0}},
     ]
     config = override(config_of(), {"output": "packed"})
-    with pytest.raises(
-        ConfigError, match="--output packed is local, where Ray has no CPUs"
-    ):
+    line = "--output packed is local, where Ray has no CPUs"
+    with pytest.raises(ConfigError, match=line):
         pack.store_on_ray(ray, config)
     ray.nodes.return_value[0]["Resources"] = {"CPU": 1.0}
     assert pack.store_on_ray(ray, config)
@@ -222,41 +209,32 @@ def test_workers_of_one_run_do_not_share_a_gpu():
     """NCCL ends with "Duplicate GPU detected", after three groups. Predictions may
     share one.
     """
-    halves = config_of(gpus_per_worker=0.5)
+    halves, each = config_of(gpus_per_worker=0.5), {"CPU": 1.0, "GPU": 0.5}
     nodes.check_shares(halves, {"CPU": 1.0})
-    nodes.check_shares(
-        override(halves, {"compute.num_workers": 1}), {"CPU": 1.0, "GPU": 0.5}
-    )
-    with pytest.raises(
-        ConfigError, match="NCCL accepts one per GPU: use --gpus-per-worker 1"
-    ):
-        nodes.check_shares(halves, {"CPU": 1.0, "GPU": 0.5})
-    with pytest.raises(ConfigError, match="NCCL"):
-        nodes.check_shares(override(halves, {"compute.device": "cuda"}))
+    nodes.check_shares(override(halves, {"compute.num_workers": 1}), each)
+    on_gpus = override(halves, {"compute.device": "cuda"})
+    for config, resources_of_one in ((halves, each), (on_gpus, None)):
+        with pytest.raises(ConfigError, match=r"NCCL .*: use --gpus-per-worker 1"):
+            nodes.check_shares(config, resources_of_one)
 
 
 @pytest.mark.parametrize(
-    ("answers", "expected"),
+    ("answers", "late", "expected"),
     [
-        ([FreeMemory(9e9, 8e9), FreeMemory(5e9, 8e10)], (5e9, 8e9, 3e8, 1e9)),
-        ([FreeMemory(9e9), FreeMemory(8e9)], (8e9, None, 3e8, 1e9)),
-        ([FreeMemory(9e9, 8e9), "late"], (9e9, 8e9, 3e8, 1e9)),
-        (["late", "late"], (1e9, None, 3e8, None)),
+        ([FreeMemory(9e9, 8e9), FreeMemory(5e9, 8e10)], [], (5e9, 8e9, 3e8, 1e9)),
+        ([FreeMemory(9e9), FreeMemory(8e9)], [], (8e9, None, 3e8, 1e9)),
+        ([FreeMemory(9e9, 8e9)], ["late"], (9e9, 8e9, 3e8, 1e9)),
+        ([], ["late", "late"], (1e9, None, 3e8, None)),
     ],
 )
-def test_memory_is_that_of_the_nodes_of_the_workers(monkeypatch, answers, expected):
+def test_memory_is_that_of_the_nodes_of_the_workers(
+    monkeypatch, answers, late, expected
+):
     """Nodes are waited for, where a cluster has none yet; a task takes what a worker
     takes. The least memory counts, of all nodes that answer.
     """
-
-    def wait(tasks, num_returns, timeout):
-        assert num_returns == 2 and timeout
-        return [task for task in tasks if task != "late"], [
-            task for task in tasks if task == "late"
-        ]
-
-    ray = Mock(wait=wait, get=list)
-    ray.remote.return_value.return_value.remote.side_effect = answers
+    ray = Mock(get=list)
+    ray.wait.return_value = answers, late
     stores = (9e8, True), (3e8, True), (1e8, False)
     ray.nodes.return_value = [
         {"Resources": {"object_store_memory": n}, "Alive": alive} for n, alive in stores
@@ -267,22 +245,20 @@ def test_memory_is_that_of_the_nodes_of_the_workers(monkeypatch, answers, expect
     monkeypatch.setattr(resources, "free_host_bytes", lambda: int(1e9))
     monkeypatch.setattr(resources, "free_device_bytes", lambda config: None)
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
-    config = override(Config(), {"compute.num_workers": 2})
-    assert nodes.free_memory(config) == expected
-    late = [call("late")] * answers.count("late")
-    assert ray.cancel.call_args_list == late
-    alone = override(config, {"compute.num_workers": 0})
-    assert nodes.free_memory(alone) == FreeMemory(1e9)
+    assert nodes.free_memory(config_of()) == expected
+    assert [call.args for call in ray.cancel.call_args_list] == [(x,) for x in late]
+    assert ray.wait.call_args.kwargs["timeout"]
+    assert nodes.free_memory(config_of(num_workers=0)) == FreeMemory(1e9)
     monkeypatch.delenv("RAY_ADDRESS")
-    assert nodes.free_memory(config) == FreeMemory(1e9)
+    assert nodes.free_memory(config_of()) == FreeMemory(1e9)
 
 
-def test_a_worker_counts_its_share_of_a_gpu(monkeypatch):
+@pytest.mark.parametrize(("share", "num_bytes"), [(0.25, 250), (1, 1000), (2, 1000)])
+def test_a_worker_counts_its_share_of_a_gpu(monkeypatch, share, num_bytes):
     """Kills: two workers on one GPU that each count the whole."""
     monkeypatch.setattr(resources, "free_device_bytes", lambda config: 1000)
-    for share, expected in ((0.25, 250), (1, 1000), (2, 1000)):
-        config = override(Config(), {"compute.gpus_per_worker": share})
-        assert nodes.free_memory(config).device == expected
+    config = override(Config(), {"compute.gpus_per_worker": share})
+    assert nodes.free_memory(config).device == num_bytes
 
 
 @pytest.mark.ray

@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -15,14 +16,12 @@ import yaml
 
 import uno
 from pipelines import cli
-from pipelines.options import parse
 from reproduce.experiments import build, cells
 from tests.pipelines.small import ROOT, SMALL, lines_of, refused
 from tests.reproduce.test_tables import request
-from tests.tune.tiny import TINY, claimed
-from tune.driver import open_sweep, sweep_options
+from tests.tune.tiny import NO_DATA, claimed, tiny_options
+from tune.driver import open_sweep
 from tune.spaces import load_space
-from tune.sweep import TUNE
 from uno.config import field_traits, override
 from uno.data.sources import read_digits
 from uno.errors import ConfigError, Interrupted
@@ -47,11 +46,18 @@ OWN = ["--method", "my_method:METHOD"]
 SHORT = ["--pretrain.epochs", "1", "--discover.epochs", "1"]
 
 
+def predict_into(folder: str) -> list[str]:
+    """The words of a command that predicts a few digits by the model in ``run``."""
+    return ["predict", "run", "--data", "digits", "--limit", "30", "--output", folder]
+
+
 def _forget_own_code() -> None:
     """Let methods and pretext tasks be loaded as in a new process."""
     for function in (uno.methods.load, uno.methods.load_pretext):
         function.cache_clear()
     uno.methods._own_methods.clear()
+    for name in ("method", "alias", "copy", "pretext", "encoder", "layers"):
+        sys.modules.pop(f"my_{name}", None)
 
 
 @pytest.fixture
@@ -63,63 +69,33 @@ def here(tmp_path, monkeypatch) -> Path:
     _forget_own_code()
     yield tmp_path
     _forget_own_code()
-    for name in ("method", "alias", "copy", "pretext", "encoder", "layers"):
-        sys.modules.pop(f"my_{name}", None)
 
 
 def test_a_run_from_its_pretext_task_to_predictions(here, capsys):
     """Kills: a method that only a part of the commands knows, a section that is not
     stored, resumed or compared, a pretext task that is not a phase of its own.
     """
-    pretext = [
-        "--pretext.task",
-        "my_pretext:PRETEXT",
-        "--pretext.epochs",
-        "2",
-        "--pretext.warmup-epochs",
-        "1",
-    ]
-    words = [
-        "discover",
-        *SMALL,
-        *OWN,
-        *pretext,
-        "--distill.entropy-weight",
-        "1.5",
-        *SHORT,
-        "--output",
-        "run",
-    ]
+    line = (
+        "--pretext.task my_pretext:PRETEXT --pretext.epochs 2 --pretext.warmup-epochs 1"
+        " --distill.entropy-weight 1.5 --output run"
+    )
+    words = ["discover", *SMALL, *OWN, *SHORT, *line.split()]
     assert cli.main([*words, "--dry-run"]) == 0
-    said = capsys.readouterr().out
-    assert "pretext: 2 epochs of" in said and said.index("pretext:") < said.index(
-        "pretrain:"
-    )
+    assert re.search(r"(?s)pretext: 2 epochs of.*pretrain:", capsys.readouterr().out)
     assert cli.main(words) == 0
-    assert (
-        "distill"
-        not in (stored := yaml.safe_load((here / "run" / "config.yaml").read_text()))[
-            "objective"
-        ]
-    )
+    stored = yaml.safe_load(Path("run/config.yaml").read_text())
     assert stored["distill"] == {"target_temperature": 0.05, "entropy_weight": 1.5}
-    assert list(dict.fromkeys(line["phase"] for line in lines_of(here / "run"))) == [
-        "pretext",
-        "pretrain",
-        "discover",
-    ]
-    losses = [
-        line["loss"] for line in lines_of(here / "run") if line["phase"] == "pretext"
-    ]
+    lines = lines_of(here / "run")
+    phases = list(dict.fromkeys(line["phase"] for line in lines))
+    assert phases == ["pretext", "pretrain", "discover"]
+    losses = [line["loss"] for line in lines if line["phase"] == "pretext"]
     assert losses[-1] < 0.8 * losses[0]
-    assert "Pretext task: loss" in (here / "run" / "report.html").read_text()
-    assert cli.main(words) == 0 and "is finished" in capsys.readouterr().out
-    assert "distill.entropy_weight" in refused(
-        capsys, 2, *words, "--distill.entropy-weight", "1"
-    )
-    words = ["predict", "run", "--data", "digits", "--limit", "30", "--output", "out"]
+    assert "Pretext task: loss" in Path("run/report.html").read_text()
     assert cli.main(words) == 0
-    assert uno.load("run").classes
+    assert "is finished" in capsys.readouterr().out
+    changed = [*words, "--distill.entropy-weight", "1"]
+    assert "distill.entropy_weight" in refused(capsys, 2, *changed)
+    assert cli.main(predict_into("out")) == 0
 
 
 def test_its_section_is_as_the_schemas(here, capsys):
@@ -129,32 +105,20 @@ def test_its_section_is_as_the_schemas(here, capsys):
     key = "distill.entropy_weight"
     assert cli.main(["discover", *OWN, "--help"]) == 0
     assert "--distill.entropy-weight FLOAT" in capsys.readouterr().out
-    assert "did you mean --distill.entropy-weight?" in refused(
-        capsys, 2, "discover", *OWN, "--distill.entropy-weigth", "1"
-    )
-    assert "Input should be less than or equal to 100" in refused(
-        capsys, 2, "discover", *OWN, "--distill.entropy-weight", "1000", "--output", "x"
-    )
-    (here / "mine.yaml").write_text(
-        "method: my_method:METHOD\ndistill: {entropy_weight: 4}\n"
-    )
+    Path("mine.yaml").write_text(f"method: {OWN[1]}\ndistill: {{entropy_weight: 4}}\n")
     assert cli.main(["discover", "--config", "mine.yaml", "--explain"]) == 0
-    assert yaml.safe_load(capsys.readouterr().out)["distill.entropy_weight"] == 4
-    given = from_keywords({"method": OWN[1], "distill": {"entropy_weight": 3}})
-    config = configure(given)
-    assert (
-        config.method_options.entropy_weight == 3
-        and field_traits(key).scope == "discover"
-    )
+    assert yaml.safe_load(capsys.readouterr().out)[key] == 4
+    given = {"method": OWN[1], "distill": {"entropy_weight": 3}}
+    config = configure(from_keywords(given))
+    assert config.method_options.entropy_weight == 3
+    assert field_traits(key).scope == "discover"
     assert "distill" not in override(config, {"method": "uno"}).model_extra
     pickled = pickle.dumps(config)
     # whose module another process finds through the method alone
-    assert b"Constants" not in pickled
-    assert pickle.loads(pickled) == config
-    (here / "space.yaml").write_text(f"{key}: {{low: 1, high: 4}}\n")
+    assert b"Constants" not in pickled and pickle.loads(pickled) == config
+    Path("space.yaml").write_text(f"{key}: {{low: 1, high: 4}}\n")
     assert [domain.key for domain in load_space("space.yaml", config)] == [key]
-    changes = {"method": OWN[1], key: 3.0}
-    todo, _ = cells(build("ablation", "small"), 1, {}, changes)
+    todo, _ = cells(build("ablation", "small"), 1, {}, {"method": OWN[1], key: 3.0})
     assert {cell.config.method_options.entropy_weight for cell in todo} == {3.0}
 
 
@@ -185,6 +149,14 @@ def test_its_section_is_as_the_schemas(here, capsys):
             [*OWN, "--data.setting", "gcd"],
             "data.setting gcd does not go with method my_method:METHOD",
         ),
+        (
+            [*OWN, "--distill.entropy-weigth", "1"],
+            r"did you mean --distill\.entropy-weight\?",
+        ),
+        (
+            [*OWN, "--distill.entropy-weight", "1000"],
+            "distill.*: Input should be less than or equal to 100",
+        ),
         (["--ncl.threshold", ".5"], "ncl.threshold belongs to method ncl, not to uno"),
     ],
 )
@@ -200,32 +172,30 @@ def test_mistakes_are_one_line(here, capsys, words, says):
 def test_two_methods_with_one_name_are_refused(here):
     """Kills: the section of one method that is read by the constants of the other."""
     method = uno.methods.load("my_method:METHOD")
-    (here / "my_alias.py").write_text("from my_method import METHOD")
+    Path("my_alias.py").write_text("from my_method import METHOD")
     assert uno.methods.load("my_alias:METHOD") is method
-    (here / "my_copy.py").write_text((here / "my_method.py").read_text())
+    shutil.copy("my_method.py", "my_copy.py")
     with pytest.raises(ConfigError, match=r"my_copy:METHOD: another .*'distill'"):
         uno.methods.load("my_copy:METHOD")
     assert uno.methods.section_model("distill") is method.constants
 
 
+@pytest.mark.parametrize(
+    "command",
+    [["predict", ".", "--data", "digits", "--output", "../out"], ["evaluate", "."]],
+    ids=["predict", "evaluate"],
+)
 def test_code_in_a_directory_of_unknown_origin_is_not_imported(
-    here, capsys, monkeypatch
+    here, capsys, monkeypatch, command
 ):
     """Kills: a model's configuration that has its own directory's code run."""
     words = ["discover", *SMALL, *OWN, "--max-steps", "1", "--output", "run"]
     assert cli.main(words) == 0
-    sys.modules.pop("my_method")
-    shutil.move(here / "my_method.py", here / "run" / "my_method.py")
+    _forget_own_code()
     (here / "run" / "my_method.py").write_text("raise SystemExit(7)\n")
-    uno.methods.load.cache_clear()
     monkeypatch.chdir(here / "run")
-    for command in (
-        ["predict", ".", "--data", "digits", "--output", "../out"],
-        ["evaluate", "."],
-    ):
-        assert "its code lies in the model's own directory" in refused(
-            capsys, 2, *command
-        )
+    line = refused(capsys, 2, *command)
+    assert "its code lies in the model's own directory" in line
 
 
 LAYERS = """
@@ -250,22 +220,19 @@ def write_encoder(change: str = "") -> None:
     """An encoder of the user's own in the working directory, of two modules that
     nothing has imported.
     """
-    Path("my_encoder.py").write_text(
-        "from my_layers import Mine\ndef build(): return Mine()\n"
-    )
+    code = "from my_layers import Mine\ndef build(): return Mine()\n"
+    Path("my_encoder.py").write_text(code)
     Path("my_layers.py").write_text(LAYERS.format(change=change))
-    for name in ("my_encoder", "my_layers"):
-        sys.modules.pop(name, None)
+    _forget_own_code()
 
 
-def test_a_run_that_resumes_with_an_encoder_of_other_code_says_so(here, capsys, caplog):
+def test_a_run_that_resumes_with_an_encoder_of_other_code_says_so(here, caplog):
     """The weights fit. Kills: half a run by one forward, half by another; a warning
     of the same code.
     """
-    write_encoder()
     words = ["pretrain", *SMALL, *ENCODER, "--output", "run"]
     for change in ("", "", ".flip(2)"):
-        assert not any("the code of" in message for message in caplog.messages)
+        assert "the code of" not in caplog.text
         write_encoder(change)
         assert cli.main(words) == 0
     said = f"{CHANGED}its numbers may differ from here on; --overwrite starts over"
@@ -280,78 +247,39 @@ def test_predictions_of_an_encoder_of_other_code_are_not_mixed(
     """
     write_encoder()
     assert cli.main(["discover", *SMALL, *SHORT, *ENCODER, "--output", "run"]) == 0
-    assert (
-        cli.main(
-            ["predict", "run", "--data", "digits", "--limit", "30", "--output", "out"]
-        )
-        == 0
-    )
+    assert cli.main(predict_into("out")) == 0
     with monkeypatch.context() as patch:
-
-        def stop(self):
-            raise Interrupted("stopped")
-
+        stop = Mock(side_effect=Interrupted("stopped"))
         patch.setattr(predictions.PredictionWriter, "finish", stop)
-        assert (
-            cli.main(
-                [
-                    "predict",
-                    "run",
-                    "--data",
-                    "digits",
-                    "--limit",
-                    "30",
-                    "--output",
-                    "half",
-                ]
-            )
-            == 75
-        )
-    assert Path("half/predictions").exists() and not any(
-        "the code of" in message for message in caplog.messages
-    )
+        assert cli.main(predict_into("half")) == 75
+    assert Path("half/predictions").exists() and "the code of" not in caplog.text
     before = pq.read_table("run/predictions")
     write_encoder(".flip(2)")
     for folder in ("out", "half"):
-        words = [
-            "predict",
-            "run",
-            "--data",
-            "digits",
-            "--limit",
-            "30",
-            "--output",
-            folder,
-        ]
-        said = refused(capsys, 2, *words)
-        assert (
-            "holds predictions by other code of model.encoder; choose another --output"
-            in said
-        )
-        assert (
-            f"{CHANGED}its predictions may differ from those of the run"
-            in caplog.messages
-        )
+        caplog.clear()
+        line = refused(capsys, 2, *predict_into(folder))
+        other = "holds predictions by other code of model.encoder; choose another"
+        assert other in line
+        warning = f"{CHANGED}its predictions may differ from those of the run"
+        assert warning in caplog.messages
     assert cli.main(["predict", "run"]) == 0
     after = pq.read_table("run/predictions")
     assert len(after) == len(before) and after["probability"] != before["probability"]
-    images = read_digits().images.items[:5]
-    found = uno.load("run").predict(images).probability
+    found = uno.load("run").predict(read_digits().images.items[:5]).probability
     np.testing.assert_allclose(found, after["probability"][:5], rtol=0, atol=1e-5)
 
 
 def test_a_sweep_of_an_encoder_of_other_code_is_refused(here, tmp_path):
     """Kills: trials by one forward compared with trials by another."""
     write_encoder()
-    options = sweep_options(parse([*TINY, *ENCODER, "--output", "sweep"], TUNE))
+    options = tiny_options("sweep", *ENCODER)
     with claimed(tmp_path / "sweep") as storage:
         for _ in range(2):
-            open_sweep(options, storage, "0" * 64, 2)
+            open_sweep(options, storage, NO_DATA, 2)
         write_encoder(".flip(2)")
-        with pytest.raises(
-            ConfigError, match="a sweep with other settings: encoder_code"
-        ):
-            open_sweep(options, storage, "0" * 64, 2)
+        line = "a sweep with other settings: encoder_code"
+        with pytest.raises(ConfigError, match=line):
+            open_sweep(options, storage, NO_DATA, 2)
 
 
 def test_a_table_of_an_encoder_of_other_code_has_other_cells(here):
