@@ -1,14 +1,18 @@
 """The small run of ``tests.uno.small_run`` as a command line."""
 
 import os
+import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from pipelines import cli
+from tests.processes import below, running
 from tests.uno import small_run
 from tests.uno.data import builders
 from tests.uno.small_run import assert_same, lines
@@ -92,6 +96,26 @@ def wait_for(
     while not condition():
         assert time.monotonic() < end
         time.sleep(pause)
+
+
+@contextmanager
+def ray_process_killed(name: str, when: Callable[[], bool]) -> Iterator[None]:
+    """While the block runs, SIGKILL to a process of this process's Ray cluster.
+
+    Args:
+        name: Its title has this in it, such as ``ray::ImplicitFunc``.
+        when: It is killed as soon as this holds.
+    """
+
+    def kill() -> None:
+        wait_for(when)
+        ours = below([os.getpid()], running()).items()
+        os.kill(next(i for i, each in ours if name in each.words[0]), signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    yield
+    killer.join()
 
 
 def free_port() -> int:
