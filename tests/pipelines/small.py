@@ -18,7 +18,7 @@ from tests.uno.data import builders
 from tests.uno.small_run import assert_same, lines
 from uno.data.files import Storage
 from uno.data.memory import MemoryBatches
-from uno.runs.checkpoint import load_newest
+from uno.runs.checkpoint import checkpoint_steps, load_newest
 from uno.steps import Batch
 
 ROOT = Path(__file__).parents[2]
@@ -57,6 +57,11 @@ def assert_as_undisturbed(run: Path, undisturbed: Path) -> None:
     """Assert that a disturbed run has the weights and metrics of an undisturbed one."""
     assert_same_weights(run, undisturbed)
     assert lines_of(run) == lines_of(undisturbed)
+
+
+def newest_step(storage: Storage) -> int:
+    """Return the step of the newest checkpoint of discovery, 0 if there is none."""
+    return max(checkpoint_steps(storage, "discover"), default=0)
 
 
 def signal_at(step: int, number: int) -> None:

@@ -14,11 +14,8 @@ def test_the_machine(capsys, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert run() == 0
     out = capsys.readouterr().out
-    assert (
-        out.startswith("ok       Python 3.")
-        and "GiB free at" in out
-        and "starts one on this machine" in out
-    )
+    assert out.startswith("ok       Python 3.")
+    assert "GiB free at" in out and "starts one on this machine" in out
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     assert run() == 2
     out = capsys.readouterr().out
@@ -37,20 +34,19 @@ FACTS = {
 
 
 @pytest.mark.parametrize(
-    ("changed", "level", "says"),
+    ("facts", "level", "says"),
     [
-        ({}, "ok", "n2: 8 CPUs, 1 x A10G, CUDA 13.2; sees the directory"),
-        ({"versions": {"Python": "3.11"}}, "error", "torch none, here 2.15"),
-        ({"gpus": []}, "error", "Ray counts 1 GPUs, PyTorch sees 0"),
-        ({"sees": False}, "error", "does not see the directory"),
+        (FACTS, "ok", "n2: 8 CPUs, 1 x A10G, CUDA 13.2; sees the directory"),
+        (FACTS | {"versions": {"Python": "3.11"}}, "error", "torch none, here 2.15"),
+        (FACTS | {"gpus": []}, "error", "Ray counts 1 GPUs, PyTorch sees 0"),
+        (FACTS | {"sees": False}, "error", "does not see the directory"),
+        ("no answer in 60 s", "error", "no answer in 60 s"),
     ],
 )
-def test_a_line_says_what_is_wrong_with_a_node(changed, level, says):
-    found = doctor.finding_of_node(NODE, {**FACTS, **changed}, MINE)
+def test_a_line_says_what_is_wrong_with_a_node(facts, level, says):
+    found = doctor.finding_of_node(NODE, facts, MINE)
     assert (found.level, says in found.text) == (level, True), found
-    assert found.text.startswith("10.0.0.2 n2: ")
-    silent = doctor.finding_of_node(NODE, "no answer in 60 s", MINE)
-    assert silent.level == "error"
+    assert found.text.startswith("10.0.0.2")
 
 
 def test_a_cluster_is_needed(capsys, monkeypatch):
@@ -69,22 +65,13 @@ def test_every_node_says_what_it_sees(tmp_path):
     hidden.mkdir()
     with head(2) as raylets:
         raylets.join(1, hidden)
-        words = ["pipelines", "doctor", str(tmp_path / "shared"), "--cluster"]
-        told = Command(words, raylets.env, tmp_path / "log")
+        shared = tmp_path / "shared"
+        words = ["pipelines", "doctor", "--cluster"]
+        told = Command([*words, str(shared)], raylets.env, tmp_path / "log")
         assert told.end() == 0, told.lines
-        lines = [line for line in told.lines if line.startswith("ok ")]
-        assert len(lines) == 2 and all(
-            "sees the directory" in line for line in lines
-        ), lines
-        assert sum("(head)" in line for line in lines) == 1 and not list(
-            (tmp_path / "shared").iterdir()
-        )
+        assert told.count("sees the directory") == 2 and told.count("(head)") == 1
+        assert not list(shared.iterdir())
         if raylets.real:
-            unseen = Command(
-                ["pipelines", "doctor", str(hidden), "--cluster"],
-                raylets.env,
-                tmp_path / "log2",
-            )
-            assert (
-                unseen.end() == 2 and unseen.count("does not see the directory") == 1
-            ), unseen.lines
+            unseen = Command([*words, str(hidden)], raylets.env, tmp_path / "log2")
+            assert unseen.end() == 2, unseen.lines
+            assert unseen.count("does not see the directory") == 1

@@ -3,9 +3,13 @@
 import pytest
 
 from pipelines import cli
-from tests.pipelines.small import LONG, assert_as_undisturbed, ray_process_killed
+from tests.pipelines.small import (
+    LONG,
+    assert_as_undisturbed,
+    newest_step,
+    ray_process_killed,
+)
 from uno.data.files import Storage
-from uno.runs.checkpoint import checkpoint_steps
 
 pytestmark = [
     pytest.mark.ray,
@@ -17,9 +21,8 @@ pytestmark = [
 def test_a_killed_worker_is_replaced(two, tmp_path, caplog):
     """The run ends with the weights of an undisturbed one."""
     run = tmp_path / "run"
-    begun = Storage(str(run))
     with ray_process_killed(
-        "RayTrainWorker", lambda: bool(checkpoint_steps(begun, "discover"))
+        "RayTrainWorker", when=lambda: newest_step(Storage(str(run))) > 0
     ):
         assert cli.main(["demo", *LONG, "--output", str(run)]) == 0
     says = "workers died (a worker process or its node was lost); new ones resume"

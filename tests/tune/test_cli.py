@@ -68,13 +68,6 @@ def test_a_mistake_is_refused_before_an_image_is_decoded(
     assert not (tmp_path / "s").exists()
 
 
-def test_a_directory_with_other_files_is_left_alone(tmp_path):
-    (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="holds no sweep"):
-        main([*TINY, "--output", str(tmp_path)])
-    assert (tmp_path / "thesis.txt").read_text() == "mine"
-
-
 @pytest.mark.parametrize(
     ("words", "name"),
     [("--folds 1", "folds"), ("--objective.epsilon 0.3", r"objective\.epsilon")],
