@@ -10,7 +10,6 @@ from unittest.mock import Mock
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-import torch
 
 from pipelines import cli
 from pipelines.options import parse
@@ -25,7 +24,6 @@ from uno.data import features
 from uno.data.embeddings import given_vectors
 from uno.data.files import Storage
 from uno.encoders.weights import PRETRAINED
-from uno.runs import DISCOVER, run
 from uno.session import resources
 from uno.session.data import compute_local, read_task
 from uno.session.prepare import check_data
@@ -199,10 +197,6 @@ def test_trials_share_the_vectors_alone(tmp_path):
     )
     data = load(options)
     assert data.images.shape[1:] == (1, 16)
-    (fold, *_), config = folds_of(data, options.config), options.config
-    plan = run.plans(config, len(fold.train.labels), fold.train.num_unlabeled, 0)
-    first, second = fold.train.batches(config, plan[DISCOVER])(0).views
-    assert first.shape == second.shape and not torch.equal(first, second)
 
 
 def test_the_workers_of_a_cluster_compute_the_features(tmp_path, monkeypatch):

@@ -199,31 +199,27 @@ def shown_by_tensorboard(storage, trial, phase, tag):
     return {event.step: event.value for event in events.Scalars(tag)}
 
 
-def test_tensorboard_and_jsonl_have_a_run_of_each_trial(storage, options):
+@pytest.mark.parametrize("best", [1, 5])
+def test_tensorboard_and_jsonl_have_a_run_of_each_trial_and_the_best_is_marked(
+    storage, options, best
+):
+    """Trial 5 becomes the best one later. Kills: a mark that stays."""
     summary = tell(storage, options, "tensorboard,jsonl")
+    if best == 5:
+        line = {"epoch": 4, "score": 0.9, "loss": 1.0}
+        storage.append("trials/0005/epochs.jsonl", json.dumps(line).encode() + b"\n")
+        summary = tell(storage, options, "tensorboard,jsonl")
     lines = [json.loads(line) for line in storage.read("sweep.jsonl").splitlines()]
-    assert [line["best"] for line in lines] == [
-        t is summary.best for t in summary.trials
-    ]
     for trial, line in zip(summary.trials, lines, strict=True):
         assert (line["values"], line["epochs"]) == (trial.overrides, trial.epochs)
+        mark = shown_by_tensorboard(storage, trial.index, "results", "best")
+        assert line["best"] == mark[0] == (trial.index == best)
         if trial.epochs:
-            scores = {line["epoch"]: line["score"] for line in trial.epochs}
+            scores = {epoch["epoch"]: epoch["score"] for epoch in trial.epochs}
             shown = shown_by_tensorboard(storage, trial.index, "tune", "score")
             assert shown == pytest.approx(scores)
             last = shown_by_tensorboard(storage, trial.index, "results", "score")
             assert last == {0: pytest.approx(trial.score)}
-
-
-def test_the_mark_of_the_best_trial_moves_to_a_better_one(storage, options):
-    """Kills: a mark that stays."""
-    assert tell(storage, options, "tensorboard").best.index == 1
-    epochs = [line | {"score": 0.9} for line in records.read_epochs(storage, 5)]
-    text = "".join(json.dumps(line) + "\n" for line in epochs)
-    storage.write("trials/0005/epochs.jsonl", text.encode())
-    assert tell(storage, options, "tensorboard").best.index == 5
-    assert shown_by_tensorboard(storage, 1, "results", "best") == {0: 0}
-    assert shown_by_tensorboard(storage, 5, "results", "best") == {0: 1}
 
 
 def test_epochs_are_sent_to_each_logger_once_also_after_an_interruption(

@@ -203,14 +203,9 @@ def test_optuna_is_told_what_happened_before(sweep):
         ("COMPLETE", 0.6),
         ("FAIL", None),
     ]
-    for trial in records.read_trials(storage):
-        for domain in options.space:
-            value = trial.overrides[domain.key]
-            assert (
-                value in domain.choices
-                if domain.choices
-                else domain.low <= value <= domain.high
-            )
+    for domain, trial in product(options.space, records.read_trials(storage)):
+        value, (low, *_, high) = trial.overrides[domain.key], sorted(domain.ends)
+        assert value in domain.choices if domain.choices else low <= value <= high
     write_epochs(storage, 4, 3)
     searcher.on_trial_complete("c", result={})
     assert study.trials[-1].value == 0.5

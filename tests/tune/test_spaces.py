@@ -139,19 +139,12 @@ def test_draws_depend_on_seed_and_index_alone():
     assert {d["model.num_heads"] for d in many} == set(range(2, 9))
 
 
-@pytest.mark.parametrize("domain", FULL, ids=lambda d: d.key)
-def test_position_is_the_inverse_of_at(domain):
-    for share in (0.0, 0.3, 0.5, 0.9, 1 - 1e-9):
-        value = domain.at(share)
-        assert domain.at(min(domain.position(value), 1 - 1e-9)) == pytest.approx(
-            value, rel=0.35
-        )
-    assert (domain.position(domain.ends[0]), domain.position(domain.ends[-1])) == (0, 1)
-
-
 @pytest.mark.parametrize(
     ("domain", "value", "position"),
     [
+        (Domain("discover.weight_decay", 1e-5, 1e-1, "log"), 1e-3, 0.5),
+        (Domain("discover.base_lr", 0.1, 0.5), 0.2, 0.25),
+        (Domain("model.num_heads", 2, 8, "int"), 8, 1),
         pytest.param(UNO[0], 5.0, 1, id="above a range"),
         pytest.param(UNO[2], 1, 0, id="below a range"),
         pytest.param(UNO[1], 0.12, 0.625, id="between the choices 0.1 and 0.14"),
@@ -159,9 +152,8 @@ def test_position_is_the_inverse_of_at(domain):
         (Domain("model.num_heads", choices=(4, 2, 1)), 3, 0.25),
     ],
 )
-def test_values_outside_a_domain_are_at_its_edge_or_between_choices(
-    domain, value, position
-):
+def test_charts_show_values_on_the_scale_of_their_domain(domain, value, position):
+    """Values outside are at its edge or between two choices."""
     assert domain.position(value) == pytest.approx(position)
 
 

@@ -235,22 +235,10 @@ def test_a_sweep_uses_a_node_that_joins_and_outlives_its_loss(tmp_path):
 
 
 @pytest.mark.release
-def test_a_sweep_by_optuna_that_all_tools_read_back(ray_cluster, tmp_path, monkeypatch):
-    """Kills: loggers that a sweep does not call, values that Optuna draws twice."""
-    mlflow = pytest.importorskip("mlflow")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+def test_a_sweep_by_optuna(ray_cluster, tmp_path):
+    """Kills: values that Optuna draws twice."""
     words = "--search optuna --trials 4 --scheduler none --folds 1 --workers 1"
-    words += " --report-to tensorboard,mlflow,jsonl"
     run_sweep(tiny_options(tmp_path / "s", *words.split()))
-    storage = Storage(str(tmp_path / "s"))
-    trials = records.read_trials(storage)
+    trials = records.read_trials(Storage(str(tmp_path / "s")))
+    assert [trial.status for trial in trials] == ["finished"] * 4
     assert len({tuple(trial.overrides.values()) for trial in trials}) == 4
-    runs = mlflow.search_runs(
-        experiment_names=["uno"],
-        filter_string="tags.group = 's'",
-        output_format="list",
-    )
-    logged = sorted(run.data.metrics["tune/score"] for run in runs)
-    assert logged == pytest.approx(sorted(trial.score for trial in trials))
-    assert all(storage.exists(f"trials/{i:04d}/tensorboard/tune") for i in range(4))
