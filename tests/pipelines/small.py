@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pipelines import cli
 from tests.processes import below, running
 from tests.uno import small_run
@@ -137,3 +139,14 @@ def write_images(folder: Path, counts: dict[str, int], size: int = 8) -> Path:
     ]
     builders.write_images(folder, names, size=size)
     return folder
+
+
+def vectors_of(num: int = 160, name: str = "c") -> tuple[np.ndarray, list[str | None]]:
+    """Return vectors (N, 8) of four classes, and labels for half of two classes."""
+    generator, truth = np.random.default_rng(0), np.arange(num) % 4
+    centers = 4 * generator.normal(size=(4, 8))
+    vectors = (centers[truth] + generator.normal(size=(num, 8))).astype(np.float32)
+    labels = [
+        f"{name}{c}" if c < 2 and i % 8 < 4 else None for i, c in enumerate(truth)
+    ]
+    return vectors, labels

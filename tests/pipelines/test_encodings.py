@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 from unittest.mock import Mock
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import uno
 from pipelines import cli
+from tests.pipelines.small import vectors_of
 from uno.errors import ConfigError
 from uno.results.folders import _without_formulas
 from uno.session.configure import configure
@@ -30,16 +30,9 @@ def run(tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("encodings") / CUP
     folder.mkdir()
-    generator, truth = np.random.default_rng(0), np.arange(80) % 4
-    centers = 4 * generator.normal(size=(4, 8))
-    vectors = centers[truth] + generator.normal(size=(80, 8))
-    labels = [f"{CUP}{c}" if c < 2 and i % 8 < 4 else "" for i, c in enumerate(truth)]
-    np.save(folder / "v.npy", vectors.astype(np.float32))
-    lines = ["label", *(f'"{label}"' for label in labels)]
-    (folder / "v.csv").write_text("\n".join(lines) + "\n", "utf-8")
-    uno.discover(
-        data=f"vectors:{folder}/v.npy", num_novel=2, output=folder / "run", quiet=True
-    )
+    vectors, labels = vectors_of(80, CUP)
+    given = {"num_novel": 2, "output": folder / "run", "quiet": True}
+    uno.discover(embeddings=vectors, labels=labels, **given)
     return folder / "run"
 
 
@@ -65,7 +58,8 @@ DATA = "--data vectors:DATA --num-novel 2"
     ],
 )
 def test_every_command_prints_escapes(run, monkeypatch, line):
-    line = line.replace("RUN", str(run)).replace(":DATA", f":{run.parent}/v.npy")
+    (data,) = run.parent.glob("*.parquet")
+    line = line.replace("RUN", str(run)).replace(":DATA", f":{data}")
     streams = [io.TextIOWrapper(io.BytesIO(), "ascii") for _ in range(2)]
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", streams[0])

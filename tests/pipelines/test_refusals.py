@@ -9,21 +9,12 @@ import pytest
 
 import uno
 from pipelines import cli
-from tests.pipelines.small import SMALL, write_images
+from tests.pipelines.small import SMALL, vectors_of, write_images
 from tests.tune.tiny import TINY, fake_sweep, tiny_options
 from uno.errors import ConfigError
 
 ENCODER = ["--model.encoder", "tests.uno.toy_encoders:vit", "--image-size", "8"]
 GIVEN = {"num_novel": 2, "quiet": True}
-
-
-def vectors_of(num=160):
-    """Return vectors (N, 8) of four classes, and labels for half of two classes."""
-    generator, truth = np.random.default_rng(0), np.arange(num) % 4
-    centers = 4 * generator.normal(size=(4, 8))
-    vectors = (centers[truth] + generator.normal(size=(num, 8))).astype(np.float32)
-    labels = [f"c{c}" if c < 2 and i % 8 < 4 else None for i, c in enumerate(truth)]
-    return vectors, labels
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import pytest
 
 from tests.pipelines.raylets import Command, Raylets, head
 from tests.pipelines.small import (
-    INTERVAL,
     LONG,
     assert_as_undisturbed,
     newest_step,
@@ -39,7 +38,8 @@ def test_nodes_die_come_and_are_told_to_leave(two, nodes, tmp_path):
     """A directory that the second node does not see is refused before a step is
     trained. Then its raylet is killed, and the first has no room for both workers:
     another one comes, is told to leave, and the run, which waits again, is stopped. The
-    same command with room on the first node outlives the kill of a third.
+    same command with room on the first node ends as an undisturbed one. (Commands with
+    room on the node that is left are killed by ``tests.chaos``.)
     """
     storage, unused = Storage(str(tmp_path / "run")), tmp_path / "unused"
     unused.mkdir()
@@ -90,12 +90,8 @@ def test_nodes_die_come_and_are_told_to_leave(two, nodes, tmp_path):
         command.lines
     )
 
-    nodes.join(2)
     again = Command(argv, nodes.env, tmp_path / "again")
-    wait_for(lambda: again.says("") and newest_step(storage) > saved + 4 * INTERVAL)
-    nodes.lose()
     assert again.end() == 0, again.lines
-    assert again.says("was lost); new ones resume from the newest checkpoint")
     assert again.says(f"resuming at discover step {saved}")
     assert_as_undisturbed(tmp_path / "run", two)
     # streamed and resident

@@ -24,6 +24,7 @@ from uno.data import features
 from uno.data.embeddings import given_vectors
 from uno.data.files import Storage
 from uno.encoders.weights import PRETRAINED
+from uno.errors import Interrupted
 from uno.session import resources
 from uno.session.data import compute_local, read_task
 from uno.session.prepare import check_data
@@ -143,19 +144,27 @@ def test_what_would_change_the_features_is_not_searched(
 
 
 @pytest.mark.parametrize(
-    ("weights", "says"),
+    ("make", "words", "says"),
     [
-        (None, "model.finetune none needs pretrained weights"),
-        ("/no/such/run", "may be trained on the classes that a fold hides"),
+        (frozen_options, "--weights None", "finetune none needs pretrained weights"),
+        (
+            frozen_options,
+            "--weights /no/such/run",
+            "may be trained on the classes that",
+        ),
+        (vector_options, "--method clustering", "method clustering trains nothing, so"),
+        (
+            vector_options,
+            "--method pim",
+            "no setting can be searched; use --method uno",
+        ),
     ],
 )
 def test_mistakes_are_one_line_before_anything_starts(
-    tmp_path, monkeypatch, weights, says
+    tmp_path, monkeypatch, make, words, says
 ):
     monkeypatch.setattr(driver, "_run_missing", lambda *args: pytest.fail("started"))
-    options = frozen_options(tmp_path)
-    config = override(options.config, {"model.weights": weights})
-    assert says in failure(run_sweep, options._replace(config=config))
+    assert says in failure(run_sweep, make(tmp_path, *words.split()))
     assert not (tmp_path / "s").exists()
 
 
@@ -215,24 +224,16 @@ def test_the_workers_of_a_cluster_compute_the_features(tmp_path, monkeypatch):
     assert asked == [3]
 
 
-@pytest.mark.release
-@pytest.mark.ray
-def test_a_sweep_on_features(ray_cluster, tmp_path, monkeypatch, computed):
-    """A relative path of weights, trials in other processes and directories. Kills:
-    weights that trials do not find, features that they compute.
-    """
-    words = "--trials 3 --folds 1 --scheduler none --data.loading memory"
-    options = frozen_options(tmp_path, *words.split())
+def test_trials_find_weights_that_are_given_by_a_relative_path(tmp_path, monkeypatch):
+    """They run in other directories."""
+    run_missing = Mock(side_effect=Interrupted)
+    monkeypatch.setattr(driver, "_run_missing", run_missing)
+    options = frozen_options(tmp_path, "--weights", "encoder.safetensors")
     monkeypatch.chdir(tmp_path)
-    relative = options._replace(
-        config=override(options.config, {"model.weights": "encoder.safetensors"})
-    )
-    run_sweep(relative)
-    run_sweep(relative._replace(trials=4))
-    assert sorted(computed) == ROWS
-    trials = records.read_trials(Storage(str(tmp_path / "s")))
-    assert [trial.status for trial in trials] == ["finished"] * 4
-    assert not (tmp_path / "s/pretrain").exists()
+    with pytest.raises(Interrupted):
+        run_sweep(options)
+    found = run_missing.call_args.args[0].config.model.weights
+    assert found == str(tmp_path / "encoder.safetensors")
 
 
 @pytest.mark.release
@@ -253,10 +254,3 @@ def test_a_sweep_on_vectors(ray_cluster, tmp_path, capsys):
     metrics = (run / "metrics.json").read_text()
     assert "trust/score" in metrics and "trust/clustering/classes" not in metrics
     assert pq.read_table(run / "predictions").num_rows == 240
-
-
-@pytest.mark.parametrize("method", ["clustering", "pim"])
-def test_a_method_that_trains_nothing_has_nothing_to_search(tmp_path, method):
-    said = failure(run_sweep, vector_options(tmp_path, "--method", method))
-    why = f"method {method} trains nothing, so no setting can be searched"
-    assert said == f"{why}; use --method uno"

@@ -2,6 +2,8 @@
 
 import json
 from contextlib import suppress
+from functools import partial
+from unittest.mock import Mock
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -230,22 +232,19 @@ def test_epochs_are_sent_to_each_logger_once_also_after_an_interruption(
     """
     sent, problems = [], {}
 
-    class Recorder:
-        def __init__(self, record):
-            self.trial = int(record.name.rpartition("-")[2])
+    def recorder(name, record):
+        trial = int(record.name.rpartition("-")[2])
 
-        def log(self, phase, step, values):
-            if error := problems.get(self.trial):
-                raise error
+        def log(phase, step, values):
+            if trial in problems:
+                raise problems[trial]
             if phase == "tune":
-                sent.append((self.name, self.trial, step))
+                sent.append((name, trial, step))
 
-        def close(self, failed):
-            pass
+        return Mock(log=log)
 
     for name in ("wandb", "mlflow"):
-        logger = type(name, (Recorder,), {"name": name})
-        monkeypatch.setitem(loggers.LOGGERS, name, (name, logger))
+        monkeypatch.setitem(loggers.LOGGERS, name, (name, partial(recorder, name)))
 
     def sent_now(names):
         sent.clear()

@@ -57,11 +57,6 @@ def planned(folder: Path, trials: list[dict[str, float]], *words: str):
     return options, fake_sweep(folder / "s", options, drawn, epochs, fingerprint)
 
 
-def command_of(folder: Path, words: str) -> list[str]:
-    own = ["--folds", "1", *words.split(), "--output", str(folder)]
-    return [sys.executable, "-m", "pipelines", "tune", *TINY, *own]
-
-
 def statuses(storage: Storage) -> list[str | None]:
     return [trial.status for trial in records.read_trials(storage)]
 
@@ -144,12 +139,15 @@ def test_the_same_command_finishes_a_killed_and_a_stopped_sweep(
     second trial: nothing finished is run again, and what was stopped has no result
     until it has one.
     """
-    words = command_of(
-        tmp_path / "s",
-        "--trials 2 --scheduler none --workers 1 --discover.epochs 60",
-    )
+    options = "--trials 2 --folds 1 --scheduler none --workers 1 --discover.epochs 60"
+    words = ["tune", *TINY, *options.split(), "--output", str(tmp_path / "s")]
     storage, null = Storage(str(tmp_path / "s")), subprocess.DEVNULL
-    driver = subprocess.Popen(words, stdout=null, stderr=null, start_new_session=True)
+    driver = subprocess.Popen(
+        [sys.executable, "-m", "pipelines", *words],
+        stdout=null,
+        stderr=null,
+        start_new_session=True,
+    )
     wait_for(
         lambda: storage.exists("trials/0000/result.json") or driver.poll() is not None
     )
@@ -170,16 +168,15 @@ def test_the_same_command_finishes_a_killed_and_a_stopped_sweep(
 
     stopping = threading.Thread(target=stop)
     stopping.start()
-    assert cli.main(words[3:]) == 75
+    assert cli.main(words) == 75
     stopping.join()
     said = capsys.readouterr()
-    assert (
-        "1 result already" in " ".join(said.out.split()) and "same command" in said.err
-    )
+    printed = " ".join(said.out.split())
+    assert "1 result already" in printed and "same command" in said.err
     assert not storage.exists("trials/0001/result.json")
     assert json.loads(storage.read("trials/0001/trial.json"))["overrides"]
 
-    assert cli.main(words[3:]) == 0
+    assert cli.main(words) == 0
     assert statuses(storage) == ["finished"] * 2
     assert storage.read("trials/0000/epochs.jsonl") == before
     assert pretrained.items() <= pretrainings(storage).items()

@@ -155,9 +155,8 @@ def test_pretraining_does_not_depend_on_the_keys_its_hash_leaves_out(
     ],
 )
 def test_what_changes_pretraining_has_a_pretraining_of_its_own(options, fold, change):
-    config = override(options.config, change)
-    given = pretrain_path(options.config, fold.rows)
-    assert pretrain_path(config, fold.rows) != given
+    changed = override(options.config, change)
+    assert pretrain_path(changed, fold.rows) != pretrain_path(options.config, fold.rows)
 
 
 def test_each_fold_has_a_pretraining_of_its_own(options):
