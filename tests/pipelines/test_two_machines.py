@@ -57,8 +57,8 @@ def test_nodes_die_come_and_are_told_to_leave(two, nodes, tmp_path):
     command = Command(narrow, nodes.env, tmp_path / "log")
     wait_for(lambda: command.says("") and newest_step(storage) > 0)
     nodes.lose()
-    wait_for(lambda: command.says(WAITS))
-    assert command.says("workers died (a worker process or its node was lost)")
+    died = "workers died (a worker process or its node was lost)"
+    wait_for(lambda: command.says(died) and command.says(WAITS))
     deaths = 1
     # where the notice comes while processes of the group start, these may die of it
     for _ in range(3):
