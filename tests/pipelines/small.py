@@ -1,20 +1,26 @@
 """The small run of ``tests.uno.small_run`` as a command line."""
 
 import os
+import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pipelines import cli
+from tests.processes import below, running
 from tests.uno import small_run
 from tests.uno.data import builders
 from tests.uno.small_run import assert_same, lines
 from uno.data.files import Storage
 from uno.data.memory import MemoryBatches
-from uno.runs.checkpoint import load_newest
+from uno.runs.checkpoint import checkpoint_steps, load_newest
 from uno.steps import Batch
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +59,11 @@ def assert_as_undisturbed(run: Path, undisturbed: Path) -> None:
     """Assert that a disturbed run has the weights and metrics of an undisturbed one."""
     assert_same_weights(run, undisturbed)
     assert lines_of(run) == lines_of(undisturbed)
+
+
+def newest_step(storage: Storage) -> int:
+    """Return the step of the newest checkpoint of discovery, 0 if there is none."""
+    return max(checkpoint_steps(storage, "discover"), default=0)
 
 
 def signal_at(step: int, number: int) -> None:
@@ -94,6 +105,26 @@ def wait_for(
         time.sleep(pause)
 
 
+@contextmanager
+def ray_process_killed(name: str, when: Callable[[], bool]) -> Iterator[None]:
+    """While the block runs, SIGKILL to a process of this process's Ray cluster.
+
+    Args:
+        name: Its title has this in it, such as ``ray::ImplicitFunc``.
+        when: It is killed as soon as this holds.
+    """
+
+    def kill() -> None:
+        wait_for(when)
+        ours = below([os.getpid()], running()).items()
+        os.kill(next(i for i, each in ours if name in each.words[0]), signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    yield
+    killer.join()
+
+
 def free_port() -> int:
     """Of 127.0.0.1."""
     with socket.socket() as found:
@@ -113,3 +144,14 @@ def write_images(folder: Path, counts: dict[str, int], size: int = 8) -> Path:
 def uno(*argv: Any) -> None:
     """Run a command, which must succeed."""
     assert cli.main([str(word) for word in argv]) == 0
+
+
+def vectors_of(num: int = 160, name: str = "c") -> tuple[np.ndarray, list[str | None]]:
+    """Return vectors (N, 8) of four classes, and labels for half of two classes."""
+    generator, truth = np.random.default_rng(0), np.arange(num) % 4
+    centers = 4 * generator.normal(size=(4, 8))
+    vectors = (centers[truth] + generator.normal(size=(num, 8))).astype(np.float32)
+    labels = [
+        f"{name}{c}" if c < 2 and i % 8 < 4 else None for i, c in enumerate(truth)
+    ]
+    return vectors, labels

@@ -7,6 +7,7 @@ import io
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
+from unittest.mock import Mock
 
 import pytest
 
@@ -21,13 +22,6 @@ def ok(argv):
     return 0
 
 
-def raiser(error):
-    def command(argv):
-        raise error
-
-    return command
-
-
 @pytest.fixture
 def commands(monkeypatch):
     """Stand-ins for the registered commands: ours, one from elsewhere, one that
@@ -35,22 +29,23 @@ def commands(monkeypatch):
     """
     ours, theirs = f"{__name__}:ok", "no_such_package.module:main"
     targets = {"discover": ours, "evaluate": ours, "theirs": theirs}
-    entries = [
-        EntryPoint(name, target, "uno.commands") for name, target in targets.items()
-    ]
+    entries = [EntryPoint(*item, "uno.commands") for item in targets.items()]
     monkeypatch.setattr(cli, "entry_points", lambda group: entries)
 
 
-def test_dispatch_help_and_version(commands, capsys, monkeypatch):
-    assert cli.main(["discover", "--seed", "1"]) == 0
-    assert capsys.readouterr().out == "ran with --seed 1\n"
-    assert cli.main(["--help"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert f"  discover  {cli.SENTENCES['discover']}" in lines and "  theirs" in lines
-    assert not any(line.startswith("  tune") for line in lines)  # not registered here
-    # no success
-    assert cli.main([]) == 2 and "usage: uno COMMAND" in capsys.readouterr().out
-    assert cli.main(["--version"]) == 0 and capsys.readouterr().out.startswith("uno 0.")
+@pytest.mark.parametrize(
+    ("argv", "code", "printed"),
+    [
+        ("discover --seed 1", 0, "ran with --seed 1\n"),
+        ("--help", 0, f"\n  discover  {cli.SENTENCES['discover']}\n"),
+        ("--help", 0, "\n  theirs\n"),
+        ("--version", 0, "uno 0."),
+        pytest.param("", 2, "usage: uno COMMAND", id="no command is no success"),
+    ],
+)
+def test_dispatch_help_and_version(commands, capsys, argv, code, printed):
+    assert cli.main(argv.split()) == code
+    assert printed in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -121,7 +116,7 @@ def test_a_wrong_command_is_one_line(commands, capsys, name, line):
     ],
 )
 def test_every_end_is_one_line_and_its_exit_code(capsys, error, code, line):
-    assert cli.run_guarded(raiser(error), []) == code
+    assert cli.run_guarded(Mock(side_effect=error), []) == code
     assert capsys.readouterr() == ("", f"uno: {line}\n" if line else "")
 
 
@@ -136,21 +131,18 @@ def test_every_end_is_one_line_and_its_exit_code(capsys, error, code, line):
 )
 def test_a_defect_is_one_line_and_a_file(capsys, tmp_path, monkeypatch, error):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert cli.run_guarded(raiser(error), []) == 1
+    assert cli.run_guarded(Mock(side_effect=error), []) == 1
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1
     (file,) = tmp_path.glob("uno-error-*.txt")
     start = f"uno: error: internal: {type(error).__name__}: "
     assert err.startswith(start) and f"(traceback in {file})" in err
-    assert (
-        "Traceback (most recent call last)" in file.read_text()
-        and "raise error" in file.read_text()
-    )
+    text = file.read_text()
+    assert "Traceback (most recent call last)" in text and type(error).__name__ in text
     # nor can the file be written
     monkeypatch.setattr("tempfile.tempdir", "/no/such/folder")
-    assert cli.run_guarded(
-        raiser(error), []
-    ) == 1 and capsys.readouterr().err.startswith(start)
+    assert cli.run_guarded(Mock(side_effect=error), []) == 1
+    assert capsys.readouterr().err.startswith(start)
 
 
 def python(code: str) -> subprocess.CompletedProcess:
@@ -216,26 +208,26 @@ def test_no_output_at_all_is_no_defect(monkeypatch):
     sys.stdout.close()
 
 
-def metrics(step: int, **more) -> dict:
-    base = {
-        "phase": "discover",
-        "epoch": 12,
-        "epochs": 60,
-        "total_steps": 660,
-        "loss": 1.2341,
-        "lr": 0.0953,
-    }
-    return base | {"step": step, "images_per_s": 5120.4} | more
+METRICS = {
+    "phase": "discover",
+    "epoch": 12,
+    "epochs": 60,
+    "total_steps": 660,
+    "loss": 1.2341,
+    "lr": 0.0953,
+    "images_per_s": 5120.4,
+}
 
 
 def shown_on(out) -> str:
     now = [0.0]
     with console.Progress(out, clock=lambda: now[0]) as progress:
-        progress(metrics(66))  # resumed here: no speed known yet
+        progress(METRICS | {"step": 66})  # resumed here: no speed known yet
         now[0] = 10.0
-        progress(metrics(132))
+        progress(METRICS | {"step": 132})
         if not out.isatty():
-            progress(metrics(660, phase="pretrain", images_per_s=None))
+            last = {"phase": "pretrain", "step": 660, "images_per_s": None}
+            progress(METRICS | last)
     return out.getvalue()
 
 
@@ -258,26 +250,13 @@ def test_progress_is_plain_lines_or_one_live_bar_on_a_terminal():
 def test_a_phase_may_say_how_often_it_wants_a_line():
     """Kills: minutes of silence where no step is a multiple of the interval."""
     out, now = io.StringIO(), [0.0]
+    line = {"phase": "features", "total_steps": 1861, "every_s": 10.0}
+    steps = ((0.0, 0), (4.0, 128), (11.0, 256), (12.0, 384), (21.0, 512))
     with console.Progress(out, clock=lambda: now[0], interval=50) as progress:
-        for now[0], step in (
-            (0.0, 0),
-            (4.0, 128),
-            (11.0, 256),
-            (12.0, 384),
-            (21.0, 512),
-        ):
-            progress(
-                {
-                    "phase": "features",
-                    "step": step,
-                    "total_steps": 1861,
-                    "every_s": 10.0,
-                }
-            )
-    assert [line.split()[2] for line in out.getvalue().splitlines()] == [
-        "256/1861",
-        "512/1861",
-    ]
+        for now[0], step in steps:
+            progress(line | {"step": step})
+    shown = [line.split()[2] for line in out.getvalue().splitlines()]
+    assert shown == ["256/1861", "512/1861"]
 
 
 def test_a_notebook_gets_the_bar_and_silence_nothing(capsys):
@@ -285,7 +264,7 @@ def test_a_notebook_gets_the_bar_and_silence_nothing(capsys):
     below a cell.
     """
     notebook = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})()
-    console.Progress(notebook)(metrics(66))
+    console.Progress(notebook)(METRICS | {"step": 66})
     assert "\r" in notebook.getvalue()
     with console.suppress_output():
         assert shown_on(io.StringIO()) == ""

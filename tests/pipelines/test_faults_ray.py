@@ -1,16 +1,15 @@
 """Real workers that are killed."""
 
-import os
-import signal
-import threading
-
 import pytest
 
 from pipelines import cli
-from tests.pipelines.small import LONG, assert_as_undisturbed, wait_for
-from tests.processes import running
+from tests.pipelines.small import (
+    LONG,
+    assert_as_undisturbed,
+    newest_step,
+    ray_process_killed,
+)
 from uno.data.files import Storage
-from uno.runs.checkpoint import checkpoint_steps
 
 pytestmark = [
     pytest.mark.ray,
@@ -22,23 +21,10 @@ pytestmark = [
 def test_a_killed_worker_is_replaced(two, tmp_path, caplog):
     """The run ends with the weights of an undisturbed one."""
     run = tmp_path / "run"
-
-    def kill_a_worker() -> None:
-        begun = Storage(str(run))
-        wait_for(lambda: bool(checkpoint_steps(begun, "discover")))
-        workers = [
-            pid
-            for pid, process in running().items()
-            if "RayTrainWorker" in process.words[0]
-        ]
-        os.kill(workers[0], signal.SIGKILL)
-
-    killer = threading.Thread(target=kill_a_worker)
-    killer.start()
-    assert cli.main(["demo", *LONG, "--output", str(run)]) == 0
-    killer.join()
-    assert (
-        "workers died (a worker process or its node was lost); new ones resume"
-        in caplog.text
-    )
+    with ray_process_killed(
+        "RayTrainWorker", when=lambda: newest_step(Storage(str(run))) > 0
+    ):
+        assert cli.main(["demo", *LONG, "--output", str(run)]) == 0
+    says = "workers died (a worker process or its node was lost); new ones resume"
+    assert says in caplog.text
     assert_as_undisturbed(run, two)

@@ -1,7 +1,7 @@
 """A command that is refused has changed no byte of what is there."""
 
+import contextlib
 import hashlib
-import os
 import shutil
 
 import numpy as np
@@ -9,7 +9,7 @@ import pytest
 
 import uno
 from pipelines import cli
-from tests.pipelines.small import SMALL, write_images
+from tests.pipelines.small import SMALL, vectors_of, write_images
 from tests.tune.tiny import TINY, fake_sweep, tiny_options
 from uno.errors import ConfigError
 
@@ -17,44 +17,30 @@ ENCODER = ["--model.encoder", "tests.uno.toy_encoders:vit", "--image-size", "8"]
 GIVEN = {"num_novel": 2, "quiet": True}
 
 
-def vectors_of(num=160):
-    """Return vectors (N, 8) of four classes, and labels for half of two classes."""
-    generator, truth = np.random.default_rng(0), np.arange(num) % 4
-    centers = 4 * generator.normal(size=(4, 8))
-    vectors = (centers[truth] + generator.normal(size=(num, 8))).astype(np.float32)
-    labels = [f"c{c}" if c < 2 and i % 8 < 4 else None for i, c in enumerate(truth)]
-    return vectors, labels
-
-
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory):
     """Make one output of every command below one folder, which the tests share."""
     root = tmp_path_factory.mktemp("outputs")
-    before = os.getcwd()
-    os.chdir(root)
-    try:
+    vectors, labels = vectors_of()
+    short = ["--pretrain.epochs", "1", "--discover.epochs", "2", "--output", "run"]
+    commands = [
+        ["discover", *SMALL, *short],
+        ["predict", "run", "--data", "digits", "--limit", "9", "--output", "found"],
+        ["data", "pack", "--data", "folder:photos", "--output", "pack"],
+        ["classes", "run"],
+    ]
+    with contextlib.chdir(root):
         write_images(root / "photos", {"a": 12, "b": 12, "c": 12})
-        (root / "other").mkdir()
-        (root / "other" / "notes.txt").write_text("not ours")
-        short = ["--pretrain.epochs", "1", "--discover.epochs", "2", "--output", "run"]
-        vectors, labels = vectors_of()
-        commands = [
-            ["discover", *SMALL, *short],
-            ["predict", "run", "--data", "digits", "--limit", "9", "--output", "found"],
-            ["data", "pack", "--data", "folder:photos", "--output", "pack"],
-        ]
-        for argv in commands:
-            assert cli.main(argv) == 0
+        assert [cli.main(argv) for argv in commands] == [0, 0, 0, 0]
         uno.discover(embeddings=vectors, labels=labels, output="cells", **GIVEN)
-        np.save("vectors.npy", vectors)
-        assert cli.main(["classes", "run"]) == 0
         fake_sweep(root / "sweep", tiny_options(root / "sweep"), [{"overrides": {}}])
-        shutil.copyfile("cells/predictions/part-000000.parquet", "table.parquet")
-        (root / "foreign" / "predictions").mkdir(parents=True)
-        (root / "foreign" / "predictions" / "a.parquet").write_text("not ours")
-        (root / "bad.yaml").write_text("classes: [nothing]\n")
-    finally:
-        os.chdir(before)
+    np.save(root / "vectors.npy", vectors)
+    table = root / "cells" / "predictions" / "part-000000.parquet"
+    shutil.copyfile(table, root / "table.parquet")
+    for name in ("other/notes.txt", "foreign/predictions/a.parquet"):
+        (root / name).parent.mkdir(parents=True)
+        (root / name).write_text("not ours")
+    (root / "bad.yaml").write_text("classes: [nothing]\n")
     return root
 
 

@@ -8,8 +8,8 @@ import pytest
 from pipelines import ray_env
 from pipelines.options import parse
 from tests.pipelines.small import write_images
-from tests.s3 import BUCKET, make_bucket, store
 from tests.tune.tiny import TINY, fake_sweep, tiny_data, tiny_options
+from tests.uno.data.builders import failure
 from tune import driver, spaces
 from tune.driver import sweep_options
 from tune.score import make_folds
@@ -36,50 +36,56 @@ def test_options_are_its_own_and_those_of_a_run():
     assert (options.grace_period(2), options.grace_period(18)) == (1, 3)
 
 
-BAD = (
-    "--trial 3,--trials x,--space huge,--search gird,--score truth,--grace-epochs"
-    " 0,--dry-run"
+@pytest.mark.parametrize(
+    ("words", "fact"),
+    [
+        ("--trial 3", "--trial"),
+        ("--trials x", "--trials"),
+        ("--trials 0", "--trials"),
+        ("--space huge", "choose uno, full or give a .yaml file"),
+        ("--search gird", "grid"),
+        ("--score truth", "agreement"),
+        ("--grace-epochs 0", "--grace-epochs"),
+        ("--dry-run", "--dry-run"),
+        ("--objective.epsilonn 1", "objective.epsilon"),
+        ("3", "3"),
+        ("--folds 0", "--folds"),
+        ("--folds 9", "--folds 9"),
+        ("--hide 1", "--hide 1"),
+        ("--hide 5", "--hide 5"),
+        ("--weights /some/run", "--weights"),
+        ("--discover.epochs 0", "discover.epochs"),
+        ("--train.batch-size 190", "does not fill one batch"),
+        ("--data.known-classes first:2", "at least 3"),
+        ("--score agreement --model.num-heads 1", "model.num_heads"),
+    ],
 )
-USELESS = (
-    "--trials 0,--folds 0,--folds 9,--hide 1,--hide"
-    " 5,--weights /some/run,--discover.epochs 0,--train.batch-size"
-    " 5000,--data.known-classes first:2,--score agreement --model.num-heads 1"
-)
-
-
-@pytest.mark.parametrize("words", [*BAD.split(","), "--objective.epsilonn 1", "3"])
-def test_bad_options_are_config_errors(words):
-    with pytest.raises(ConfigError):
-        tiny_options("/x", *words.split())
-
-
-@pytest.mark.parametrize("words", USELESS.split(","))
-def test_what_a_trial_would_stumble_over_is_refused_before_ray_starts(
-    tmp_path, monkeypatch, words
+def test_a_mistake_is_refused_before_an_image_is_decoded(
+    tmp_path, monkeypatch, words, fact
 ):
-    monkeypatch.setattr(driver, "_run_missing", lambda *args: pytest.fail("started"))
-    with pytest.raises(ConfigError, match=r"^.+$"):
+    monkeypatch.setattr(driver, "load_data", lambda *_: pytest.fail("too late"))
+    with pytest.raises(ConfigError, match=fact):
         main([*TINY, "--output", str(tmp_path / "s"), *words.split()])
+    assert not (tmp_path / "s").exists()
 
 
-def test_foreign_directories_and_other_settings_are_refused_by_name(tmp_path):
-    (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="holds no sweep"):
-        main([*TINY, "--output", str(tmp_path)])
-    assert (tmp_path / "thesis.txt").read_text() == "mine"
-    (tmp_path / "thesis.txt").unlink()
-    storage = fake_sweep(tmp_path, tiny_options(tmp_path), [])
-    for words, name in (
-        (["--folds", "1"], "folds"),
-        (["--objective.epsilon", "0.3"], "objective.epsilon"),
-    ):
-        with pytest.raises(ConfigError, match=name):
-            driver.open_sweep(tiny_options(tmp_path, *words), storage, "0" * 64, 3)
-    same = tiny_options(tmp_path, "--trials", "99", "--workers", "1")
-    driver.open_sweep(same, storage, "0" * 64, 3)
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [("--folds 1", "folds"), ("--objective.epsilon 0.3", r"objective\.epsilon")],
+)
+def test_a_sweep_with_other_settings_is_refused_by_name(tmp_path, words, name):
+    fake_sweep(tmp_path, tiny_options(tmp_path), [])
+    with pytest.raises(ConfigError, match=name):
+        fake_sweep(tmp_path, tiny_options(tmp_path, *words.split()), [])
+
+
+def test_a_sweep_continues_with_more_trials_unless_its_settings_are_damaged(tmp_path):
+    fake_sweep(tmp_path, tiny_options(tmp_path), [])
+    more = tiny_options(tmp_path, "--trials", "99", "--workers", "1")
+    storage = fake_sweep(tmp_path, more, [])
     storage.write("sweep.yaml", b"- damaged")
     with pytest.raises(ConfigError, match=r"sweep\.yaml"):
-        driver.open_sweep(same, storage, "0" * 64, 3)
+        fake_sweep(tmp_path, more, [])
 
 
 def test_a_sweep_of_failures_says_why(tmp_path):
@@ -130,15 +136,20 @@ def test_trials_at_a_time_are_what_the_cluster_holds(tmp_path, words, cluster, n
         assert driver.trials_at_once(options, request, ray) == number
 
 
-def test_a_stale_cluster_address_is_one_line():
-    with pytest.raises(
-        ConfigError, match="RAY_ADDRESS=local starts one on this machine"
-    ):
-        ray_env.check_address("127.0.0.1:1")
-    with pytest.raises(ConfigError, match="RAY_ADDRESS=HOST:6379, or submit"):
-        ray_env.check_address("http://127.0.0.1:8265")
-    for other in ("", "auto", "local", "ray://host:10001"):
-        ray_env.check_address(other)
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [
+        ("127.0.0.1:1", "RAY_ADDRESS=local starts one on this machine"),
+        ("http://127.0.0.1:8265", "RAY_ADDRESS=HOST:6379, or submit"),
+    ],
+)
+def test_a_stale_cluster_address_is_one_line(address, says):
+    assert says in failure(ray_env.check_address, address)
+
+
+@pytest.mark.parametrize("address", ["", "auto", "local", "ray://host:10001"])
+def test_an_address_that_ray_understands_is_left_to_ray(address):
+    ray_env.check_address(address)
 
 
 def test_own_images_decide_for_a_sweep_as_for_a_run(tmp_path, monkeypatch):
@@ -160,50 +171,19 @@ def test_own_images_decide_for_a_sweep_as_for_a_run(tmp_path, monkeypatch):
     assert found.config.augment.large.size == found.overrides["data.stored_size"] == 12
     assert found.config.discover.epochs == 18
     folds = make_folds(driver.load_data(found, task, None), "folds", 2, 0)
-    fitted = driver.with_fitting_batch(
-        found._replace(config=override(found.config, {"train.batch_size": 500})), folds
-    )
-    rows = sum(folds[0].sizes)
-    assert (
-        fitted.overrides["train.batch_size"]
-        == fitted.config.train.batch_size
-        <= rows
-        < 500
-    )
+    large = found._replace(config=override(found.config, {"train.batch_size": 500}))
+    fitted = driver.with_fitting_batch(large, folds)
+    batch_size = fitted.config.train.batch_size
+    assert fitted.overrides["train.batch_size"] == batch_size <= sum(folds[0].sizes)
     assert driver.check_plans(fitted, folds) == 18
 
 
-@pytest.mark.release
 def test_trials_of_a_sweep_on_an_object_store_find_its_pretrained_weights(monkeypatch):
     """Kills: a path in a bucket that trials look for in their own directory."""
-
-    class Opened(Exception):
-        pass
-
-    def opened(options, *_):
-        raise Opened(options.config.model.weights)
-
+    open_sweep = Mock(side_effect=InterruptedError)
+    monkeypatch.setattr(driver, "open_sweep", open_sweep)
     monkeypatch.setattr(driver, "starting_weights", lambda *_: b"weights")
-    monkeypatch.setattr(driver, "open_sweep", opened)
-    with store(0) as (env, _):
-        for name, value in env.items():
-            monkeypatch.setenv(name, value)
-        make_bucket()
-        with pytest.raises(Opened, match=f"^s3://{BUCKET}/sweep/{PRETRAINED_FILE}$"):
-            driver.run_sweep(tiny_options(f"s3://{BUCKET}/sweep"))
-
-
-@pytest.mark.parametrize(
-    ("more", "fact"),
-    [
-        (["--hide", "9"], "--hide 9"),
-        (["--batch-size", "190"], "does not fill one batch"),
-    ],
-)
-def test_folds_are_checked_before_an_image_is_decoded(
-    tmp_path, monkeypatch, more, fact
-):
-    monkeypatch.setattr(driver, "load_data", lambda *_: pytest.fail("too late"))
-    with pytest.raises(ConfigError, match=fact):
-        driver.run_sweep(tiny_options(tmp_path / "sweep", *more))
-    assert not (tmp_path / "sweep").exists()
+    with pytest.raises(InterruptedError):
+        driver.run_sweep(tiny_options("mock:///sweep"))
+    options = open_sweep.call_args.args[0]
+    assert options.config.model.weights == f"mock:///sweep/{PRETRAINED_FILE}"

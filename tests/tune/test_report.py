@@ -2,9 +2,11 @@
 
 import json
 from contextlib import suppress
+from functools import partial
+from unittest.mock import Mock
 
 import pytest
-from tensorboardX.proto.event_pb2 import Event
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pipelines.commands import DISCOVER
 from pipelines.options import parse
@@ -14,7 +16,6 @@ from tune import driver, records, report
 from tune.spaces import current, load_space
 from tune.sweep import main
 from uno.config import differing_keys, override, to_dict
-from uno.data.files import Storage
 from uno.errors import ConfigError
 from uno.presets import preset
 from uno.runs import lock
@@ -62,18 +63,6 @@ def trials(options):
     ]
 
 
-def events(storage: Storage, phase: str) -> list[Event]:
-    """Return the events of TensorBoard in one directory, in order of its files."""
-    found = []
-    for name in sorted(storage.list(f"tensorboard/{phase}")):
-        data = storage.read(f"tensorboard/{phase}/{name}")
-        while data:  # length (8), checksum (4), event, checksum (4)
-            size = int.from_bytes(data[:8], "little")
-            found.append(Event.FromString(data[12 : 12 + size]))
-            data = data[16 + size :]
-    return found
-
-
 @pytest.fixture
 def options(tmp_path):
     return tiny_options(tmp_path / "sweep")
@@ -93,16 +82,17 @@ def test_only_a_finished_trial_wins_and_the_console_shows_the_cost(storage):
     summary = report.read(storage)
     assert summary.best.index == 1
     assert [t.index for t in summary.ranked] == [1, 0, 5, 2]
-    cost = summary.cost
-    assert (
-        cost["epochs"] == 13 and cost["seconds"] == 2 * 13 and cost["pretrainings"] == 0
-    )
+    costs = {key: summary.cost[key] for key in ("epochs", "seconds", "pretrainings")}
+    assert costs == {"epochs": 13, "seconds": 2 * 13, "pretrainings": 0}
     # trials 0, 1, 2, 5 of 3 epochs each
-    assert cost["saved"] == pytest.approx(1 - 10 / 12)
+    assert summary.cost["saved"] == pytest.approx(1 - 10 / 12)
     text = report.format_table(summary)
     assert text.splitlines()[1].startswith("1 ")
     assert "0 (yours)" in text and "4 trials, 2 failed" in text
-    # the standard error by hand: 9 of 10 right, one right and one wrong added: 10 of 12
+
+
+def test_the_standard_error_of_a_score():
+    """By hand: 9 of 10 right, one right and one wrong added: 10 of 12."""
     trial = records.Trial(0, {}, [{"epoch": 1, "score": 0.9, "rows": 10}])
     assert trial.standard_error == pytest.approx((10 / 12 * 2 / 12 / 10) ** 0.5)
 
@@ -133,16 +123,11 @@ def test_best_yaml_is_taken_by_uno_discover_as_it_is(tmp_path, options, winner):
     words = ["--config", storage.path("best.yaml")]
     wanted = override(options.config, VALUES) if winner else options.config
     assert differing_keys(to_dict(wanted), parse(words, DISCOVER).config) == []
-    assert (
-        parse([*words, "--objective.epsilon", "0.5"], DISCOVER).config.objective.epsilon
-        == 0.5
-    )
+    overridden = parse([*words, "--objective.epsilon", "0.5"], DISCOVER)
+    assert overridden.config.objective.epsilon == 0.5
     text = storage.read("best.yaml").decode()
-    assert (
-        all(key in text for key in VALUES)
-        and "compute" not in text
-        and "output" not in text
-    )
+    assert all(key in text for key in VALUES)
+    assert "compute" not in text and "output" not in text
 
 
 def test_the_page_is_self_contained_and_inert(storage):
@@ -200,47 +185,43 @@ def test_a_report_of_a_sweep_that_is_not_finished(storage, tmp_path, capsys):
     assert not (tmp_path / "none").exists()
 
 
-def test_tensorboard_and_jsonl_have_one_run_a_trial_and_the_best_is_marked(
-    storage, options
-):
-    """Told twice, by another best trial the second time. Kills: a mark that stays, a
-    trial without a run, epochs that are sent again.
-    """
-    config = override(options.config, {"train.report_to": "tensorboard,jsonl"})
-    first = report.read(storage).trials
-    for best in (1, 5):
-        scores = [line | {"score": 0.9} for line in records.read_epochs(storage, 5)]
-        if best == 5:
-            text = "".join(json.dumps(line) + "\n" for line in scores)
-            storage.write("trials/0005/epochs.jsonl", text.encode())
-        summary = tell_loggers(config, storage)
-        lines = [json.loads(line) for line in storage.read("sweep.jsonl").splitlines()]
-        assert [line["trial"] for line in lines if line["best"]] == [best]
-        assert lines[best]["values"] == summary.best.overrides
-        assert lines[best]["epochs"] == summary.best.epochs
-        for trial in summary.trials:
-            folder = records.PartStorage(storage, records.trial_name(trial.index))
-            told = [
-                (phase, event.step, value.tag, value.simple_value)
-                for phase in folder.list("tensorboard")
-                for event in events(folder, phase)
-                for value in event.summary.value
-            ]
-            # the last value of a step is the one that TensorBoard shows
-            found = {(phase, step, tag): value for phase, step, tag, value in told}
-            assert found["results", 0, "best"] == (trial.index == best)
-            if trial.epochs:
-                assert found["results", 0, "score"] == pytest.approx(trial.score)
-            for line in first[trial.index].epochs:
-                score = found["tune", line["epoch"], "score"]
-                assert score == pytest.approx(line["score"])
-
-
-def tell_loggers(config, storage) -> report.Summary:
+def tell(storage, options, names):
+    """Write the report of a sweep and send its results to these loggers."""
+    config = override(options.config, {"train.report_to": names})
     with lock.lock_run(storage, on_wait=pytest.fail) as claim:
         summary = report.write(claim.storage)
         driver._tell_loggers(config, claim, summary)
     return summary
+
+
+def shown_by_tensorboard(storage, trial, phase, tag):
+    """What TensorBoard shows of a trial, as a value for each step."""
+    folder = storage.path(f"{records.trial_name(trial)}/tensorboard/{phase}")
+    events = EventAccumulator(folder).Reload()
+    return {event.step: event.value for event in events.Scalars(tag)}
+
+
+@pytest.mark.parametrize("best", [1, 5])
+def test_tensorboard_and_jsonl_have_a_run_of_each_trial_and_the_best_is_marked(
+    storage, options, best
+):
+    """Trial 5 becomes the best one later. Kills: a mark that stays."""
+    summary = tell(storage, options, "tensorboard,jsonl")
+    if best == 5:
+        line = {"epoch": 4, "score": 0.9, "loss": 1.0}
+        storage.append("trials/0005/epochs.jsonl", json.dumps(line).encode() + b"\n")
+        summary = tell(storage, options, "tensorboard,jsonl")
+    lines = [json.loads(line) for line in storage.read("sweep.jsonl").splitlines()]
+    for trial, line in zip(summary.trials, lines, strict=True):
+        assert (line["values"], line["epochs"]) == (trial.overrides, trial.epochs)
+        mark = shown_by_tensorboard(storage, trial.index, "results", "best")
+        assert line["best"] == mark[0] == (trial.index == best)
+        if trial.epochs:
+            scores = {epoch["epoch"]: epoch["score"] for epoch in trial.epochs}
+            shown = shown_by_tensorboard(storage, trial.index, "tune", "score")
+            assert shown == pytest.approx(scores)
+            last = shown_by_tensorboard(storage, trial.index, "results", "score")
+            assert last == {0: pytest.approx(trial.score)}
 
 
 def test_epochs_are_sent_to_each_logger_once_also_after_an_interruption(
@@ -251,45 +232,38 @@ def test_epochs_are_sent_to_each_logger_once_also_after_an_interruption(
     """
     sent, problems = [], {}
 
-    class Recorder:
-        def __init__(self, record):
-            record.key(self.name, lambda: "id")
-            self.trial = record.name.rpartition("-")[2]
+    def recorder(name, record):
+        trial = int(record.name.rpartition("-")[2])
 
-        def log(self, phase, step, values):
-            if error := problems.get((self.name, self.trial)):
-                raise error
+        def log(phase, step, values):
+            if trial in problems:
+                raise problems[trial]
             if phase == "tune":
-                sent.append((self.name, self.trial, step))
+                sent.append((name, trial, step))
 
-        def close(self, failed):
-            pass
+        return Mock(log=log)
 
     for name in ("wandb", "mlflow"):
-        made = type(name, (Recorder,), {"name": name})
-        monkeypatch.setitem(loggers.LOGGERS, name, (name, made))
+        monkeypatch.setitem(loggers.LOGGERS, name, (name, partial(recorder, name)))
 
-    def tell(names):
-        """Send, and return which epochs were sent, sorted."""
+    def sent_now(names):
         sent.clear()
-        config = override(options.config, {"train.report_to": names})
         with suppress(KeyboardInterrupt):
-            tell_loggers(config, storage)
+            tell(storage, options, names)
         return sorted(sent)
 
     epochs = [
-        (f"{trial.index:04d}", line["epoch"])
+        ("wandb", trial.index, line["epoch"])
         for trial in report.read(storage).trials
         for line in trial.epochs
     ]
-    problems["wandb", "0001"] = KeyboardInterrupt()
-    before = [("wandb", *epoch) for epoch in epochs if epoch[0] == "0000"]
-    assert tell("wandb") == before
-    problems["wandb", "0001"] = OSError("down")
-    late = [("wandb", *epoch) for epoch in epochs if epoch[0] == "0001"]
-    expected = sorted({("wandb", *epoch) for epoch in epochs} - {*before, *late})
-    assert tell("wandb") == expected
+    problems[1] = KeyboardInterrupt()
+    assert sent_now("wandb") == [epoch for epoch in epochs if epoch[1] == 0]
+    problems[1] = OSError("down")
+    assert sent_now("wandb") == [epoch for epoch in epochs if epoch[1] > 1]
     problems.clear()
-    assert tell("wandb") == late and tell("wandb") == []
-    assert tell("wandb,mlflow")[: len(epochs)] == [("mlflow", *e) for e in epochs]
-    assert tell("wandb,mlflow") == []
+    assert sent_now("wandb") == [epoch for epoch in epochs if epoch[1] == 1]
+    assert sent_now("wandb") == []
+    new = [("mlflow", *epoch[1:]) for epoch in epochs]
+    assert sent_now("wandb,mlflow")[: len(epochs)] == new
+    assert sent_now("wandb,mlflow") == []

@@ -20,32 +20,38 @@ def shuffled_truth(labels: np.ndarray) -> np.ndarray:
     return labels
 
 
-def test_folds_hide_all_known_classes_about_equally_often():
+@pytest.mark.parametrize(
+    ("known", "novel", "folds"), [(5, 5, 2), (10, 5, 3), (80, 20, 5), (7, 3, 7)]
+)
+def test_folds_hide_all_known_classes_about_equally_often(known, novel, folds):
     """Kills: folds drawn independently, which may hide one class always and another
     never.
     """
-    for known, novel, folds in ((5, 5, 2), (10, 5, 3), (80, 20, 5), (7, 3, 7)):
-        hidden = hidden_classes(known, novel, folds, seed=0)
-        counts = np.bincount(np.concatenate(hidden), minlength=known)
-        assert counts.max() - counts.min() <= 1
-        assert len(set(hidden)) == folds
-        assert all(len(set(h)) == len(h) == len(hidden[0]) for h in hidden)
-    assert (
-        hidden_classes(10, 5, 2, 0)
-        == hidden_classes(10, 5, 2, 0)
-        != hidden_classes(10, 5, 2, 1)
-    )
+    hidden = hidden_classes(known, novel, folds, seed=0)
+    counts = np.bincount(np.concatenate(hidden), minlength=known)
+    assert counts.max() - counts.min() <= 1
+    assert len(set(hidden)) == folds
+    assert all(len(set(h)) == len(h) == len(hidden[0]) for h in hidden)
 
-    # the share of classes that is novel, at least two, and one stays known
-    shares = (
-        ((80, 20, None), 16),
-        ((5, 5, None), 3),
-        ((3, 1, None), 2),
-        ((3, 100, None), 2),
-        ((5, 5, 4), 4),
-    )
-    for (known, novel, hide), expected in shares:
-        assert len(hidden_classes(known, novel, 1, 0, hide)[0]) == expected
+
+def test_hidden_classes_depend_on_the_seed_alone():
+    drawn = hidden_classes(10, 5, 2, seed=0)
+    assert drawn == hidden_classes(10, 5, 2, seed=0) != hidden_classes(10, 5, 2, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("known", "novel", "hide", "expected"),
+    [
+        (80, 20, None, 16),
+        (5, 5, None, 3),
+        (3, 1, None, 2),
+        (3, 100, None, 2),
+        (5, 5, 4, 4),
+    ],
+)
+def test_a_fold_hides_the_share_of_classes_that_is_novel(known, novel, hide, expected):
+    """At least two classes, and one stays known."""
+    assert len(hidden_classes(known, novel, 1, 0, hide)[0]) == expected
 
 
 @pytest.mark.parametrize(
@@ -109,16 +115,25 @@ def test_scores_of_an_epoch(tmp_path):
     assert line["rows"] == sum(len(fold.scored.truth) for fold in folds)
 
 
-def test_one_number_of_the_parts():
-    parts = {
-        "loss": 1.5,
-        "known_avg": 1.0,
-        "novel_avg": 0.5,
-        "known_best": 0.2,
-        "agreement": 0.3,
-    }
-    assert combined(parts, FOLDS) == pytest.approx(2 / 3)
-    assert combined(parts | {"novel_avg": 0.0}, FOLDS) == 0
-    assert combined({"known_avg": 0, "novel_avg": 0}, FOLDS) == 0
-    assert combined({"novel_avg": 0.5}, FOLDS) == 0.5
-    assert combined(parts, AGREEMENT) == 0.3
+PARTS = {
+    "loss": 1.5,
+    "known_avg": 1.0,
+    "novel_avg": 0.5,
+    "known_best": 0.2,
+    "agreement": 0.3,
+}
+
+
+@pytest.mark.parametrize(
+    ("parts", "score", "expected"),
+    [
+        (PARTS, FOLDS, 2 / 3),
+        (PARTS | {"novel_avg": 0.0}, FOLDS, 0),
+        ({"known_avg": 0, "novel_avg": 0}, FOLDS, 0),
+        ({"novel_avg": 0.5}, FOLDS, 0.5),
+        (PARTS, AGREEMENT, 0.3),
+    ],
+)
+def test_one_number_of_the_parts(parts, score, expected):
+    """The harmonic mean of known and novel accuracy, or the agreement of heads."""
+    assert combined(parts, score) == pytest.approx(expected)

@@ -2,6 +2,7 @@
 package is needed.
 """
 
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -40,179 +41,171 @@ def sweep(tmp_path):
     return options, fake_sweep(tmp_path / "s", options, trials)
 
 
-def plan_of(sweep, trials=5, stopping=False, search="random"):
-    """A searcher, the trials that it says ended, and the numbers of those that it
-    hands out.
-    """
+def open_search(sweep, trials=5, method="random", stopping=False):
+    """A searcher that continues the sweep up to so many trials."""
     from tune.search import SweepSearcher
 
-    options, ended = sweep[0]._replace(trials=trials, search=search), []
-    plan = SweepSearcher(sweep[1], options, 3, ended.append, lambda: stopping)
-    names = "abcdefg"[: len(plan.missing)]
-    return plan, ended, [plan.suggest(name)["index"] for name in names]
+    options = sweep[0]._replace(trials=trials, search=method)
+    return SweepSearcher(sweep[1], options, 3, print, lambda: stopping)
 
 
-def epochs(storage, index, count):
+def hand_out(searcher):
+    """The numbers of all trials that are left, which Ray Tune calls a, b, c ..."""
+    names = "abcdefg"[: len(searcher.missing)]
+    return [searcher.suggest(name)["index"] for name in names]
+
+
+def write_epochs(storage, index, count):
     lines = [f'{{"epoch": {epoch}, "score": 0.5}}\n' for epoch in range(1, count + 1)]
     storage.append(f"{records.trial_name(index)}/epochs.jsonl", "".join(lines).encode())
 
 
 def test_only_trials_without_a_result_are_run(sweep):
-    plan, _, indices = plan_of(sweep)
-    assert indices == [2, 3, 4] and plan.suggest("d") == "FINISHED"
-    drawn = {t.index: t.overrides for t in records.read_trials(sweep[1])}
+    searcher = open_search(sweep)
+    assert hand_out(searcher) == [2, 3, 4] and searcher.suggest("d") == "FINISHED"
+    drawn = [trial.overrides for trial in records.read_trials(sweep[1])]
     assert drawn[2] == spaces.draw(UNO, 9, 9)  # as it was begun
     assert drawn[4] == spaces.draw(UNO, 0, 4)
 
 
-def test_values_that_no_result_changes_are_known_before_the_trials(sweep):
+@pytest.mark.parametrize(
+    ("method", "known_before"),
+    [
+        ("random", [(9, 9), (0, 3), (0, 4)]),
+        pytest.param("optuna", [(9, 9)], id="Optuna draws new values from results"),
+    ],
+)
+def test_values_that_no_result_changes_are_known_before_the_trials(
+    sweep, method, known_before
+):
     """By them the driver sees which pretrainings trials share."""
-    from tune.search import SweepSearcher
-
-    def drawn(search):
-        options = sweep[0]._replace(search=search, trials=5)
-        return SweepSearcher(
-            sweep[1], options, 3, pytest.fail, lambda: False
-        ).values_drawn()
-
-    assert drawn("random") == [spaces.draw(UNO, 9, 9), *drawn_by_numbers(3, 4)]
-    assert drawn("optuna") == [spaces.draw(UNO, 9, 9)]
-
-
-def drawn_by_numbers(*numbers):
-    return [spaces.draw(UNO, 0, number) for number in numbers]
+    drawn = open_search(sweep, method=method).values_drawn()
+    assert drawn == [spaces.draw(UNO, *of) for of in known_before]
 
 
 def test_how_trials_end(sweep):
-    storage = sweep[1]
-    plan, ended, _ = plan_of(sweep, trials=7)
-    epochs(storage, 3, 3)
-    epochs(storage, 4, 1)
-    storage.write(
-        "trials/0005/failure.json", b'{"kind": "NumericsError", "reason": "non-finite"}'
-    )
+    storage, searcher = sweep[1], open_search(sweep, trials=7)
+    hand_out(searcher)
+    write_epochs(storage, 3, 3)
+    write_epochs(storage, 4, 1)
+    failure = b'{"kind": "NumericsError", "reason": "non-finite"}'
+    storage.write("trials/0005/failure.json", failure)
     storage.write("trials/0005/fold0/x", b"")
     for name in "bcd":
-        plan.on_trial_complete(name, result={})
-    plan.on_trial_complete("e", error=True)  # killed: out of memory
-    assert [(t.index, t.status) for t in ended] == [
-        (3, FINISHED),
-        (4, STOPPED),
-        (5, FAILED),
-        (6, FAILED),
-    ]
-    assert [t.reason for t in ended[2:]] == [
-        "non-finite",
-        "the process died (out of memory?)",
+        searcher.on_trial_complete(name, result={})
+    searcher.on_trial_complete("e", error=True)  # killed: out of memory
+    ended = [(t.status, t.reason) for t in records.read_trials(storage)]
+    assert ended[2:] == [
+        (None, ""),
+        (FINISHED, ""),
+        (STOPPED, ""),
+        (FAILED, "non-finite"),
+        (FAILED, "the process died (out of memory?)"),
     ]
     assert not storage.exists("trials/0005/fold0")
-    assert plan_of(sweep, trials=7)[2] == [2]  # it never ended
+    assert open_search(sweep, trials=7).missing == [2]
 
 
 def test_a_trial_that_is_interrupted_has_no_result(sweep):
-    plan, ended, _ = plan_of(sweep, stopping=True)
-    plan.on_trial_complete("a", result={})
-    plan.on_trial_complete("b", error=True)
-    assert ended == [] and len(plan_of(sweep)[2]) == 3
-    # nor has one whose disk is full, which is not the configuration's fault
-    plan, ended, _ = plan_of(sweep, trials=12)  # some are not handed out yet
-    sweep[1].write(
-        "trials/0002/failure.json",
-        b'{"kind": "StorageError", "reason": "no space left"}',
-    )
-    plan.on_trial_complete("a", result={})
-    assert plan.storage_error == "no space left"
-    assert ended == [] and plan.suggest("h") == "FINISHED"
+    searcher = open_search(sweep, stopping=True)
+    hand_out(searcher)
+    searcher.on_trial_complete("a", result={})
+    searcher.on_trial_complete("b", error=True)
+    assert open_search(sweep).missing == [2, 3, 4]
 
 
-def test_early_stopping_remembers_earlier_trials(tmp_path):
+def test_a_full_disk_is_not_the_fault_of_the_configuration(sweep):
+    """The trial has no result, and no further one is handed out."""
+    searcher = open_search(sweep)
+    searcher.suggest("a")
+    failure = b'{"kind": "StorageError", "reason": "no space left"}'
+    sweep[1].write("trials/0002/failure.json", failure)
+    searcher.on_trial_complete("a", result={})
+    assert searcher.storage_error == "no space left"
+    assert searcher.suggest("b") == "FINISHED"
+    assert open_search(sweep).missing == [2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("num_earlier", "score", "expected"),
+    [(4, 0.1, "STOP"), (4, 0.95, "CONTINUE"), (0, 0.1, "CONTINUE")],
+)
+def test_early_stopping_remembers_earlier_trials(
+    tmp_path, num_earlier, score, expected
+):
     """Kills: a continued sweep whose first trial meets empty rungs and survives."""
     from tune.search import scheduler
 
-    options = tiny_options(tmp_path, "--grace-epochs", "1")
     lines = [{"epoch": epoch, "score": 0.9} for epoch in (1, 2, 3)]
-    before = [records.Trial(i, {}, lines, FINISHED) for i in range(4)]
-    for past, score, expected in (
-        (before, 0.1, "STOP"),
-        (before, 0.95, "CONTINUE"),
-        ([], 0.1, "CONTINUE"),
-    ):
-        found, new = scheduler(options, 9, past), SimpleNamespace(trial_id="new")
-        found.on_trial_add(None, new)
-        assert (
-            found.on_trial_result(None, new, {"epoch": 1, "score": score}) == expected
-        )
+    earlier = [records.Trial(i, {}, lines, FINISHED) for i in range(num_earlier)]
+    asha = scheduler(tiny_options(tmp_path, "--grace-epochs", "1"), 9, earlier)
+    new = SimpleNamespace(trial_id="new")
+    asha.on_trial_add(None, new)
+    assert asha.on_trial_result(None, new, {"epoch": 1, "score": score}) == expected
 
 
-def space_of(tmp_path, text):
+def grid_options(tmp_path, text, *words):
     (tmp_path / "space.yaml").write_text(text)
-    return ["--space", str(tmp_path / "space.yaml")]
+    space = str(tmp_path / "space.yaml")
+    return tiny_options(tmp_path / "s", "--space", space, "--search", "grid", *words)
 
 
 def test_a_grid_has_every_combination_once(tmp_path):
     """Trial 0 is the given configuration, one of them. Kills: a point that is run
     twice, one left out.
     """
-    from tune.search import SweepSearcher
-
-    words = space_of(
-        tmp_path,
+    text = (
         "objective.epsilon: {choices: [0.025, 0.05, 0.1]}\n"
-        "model.num_heads: {low: 3, high: 4, scale: int}\n",
+        "model.num_heads: {low: 3, high: 4, scale: int}\n"
     )
-    options = tiny_options(tmp_path / "s", *words, "--search", "grid")
-    options, _ = open_sweep_data(options)
+    options, _ = open_sweep_data(grid_options(tmp_path, text))
     storage = fake_sweep(tmp_path / "s", options, [])
-    plan = SweepSearcher(storage, options, 3, pytest.fail, lambda: False)
-    while plan.suggest(str(len(plan.missing))) != "FINISHED":
-        pass
+    hand_out(open_search((options, storage), options.trials, "grid"))
     values = [tuple(trial.overrides.values()) for trial in records.read_trials(storage)]
     assert values[0] == (0.05, 4) and len(values) == options.trials == 6
-    assert {*values} == {
-        (epsilon, heads) for epsilon in (0.025, 0.05, 0.1) for heads in (3, 4)
-    }
+    assert {*values} == set(product((0.025, 0.05, 0.1), (3, 4)))
 
 
-def test_a_grid_needs_lists(tmp_path):
-    """Kills: a grid of a range, of a number of trials that it has not, of a million
-    points.
-    """
-    many = f"objective.epsilon: {{choices: {[i / 1000 for i in range(1, 300)]}}}\n"
-    many += f"objective.temperature: {{choices: {[i / 1000 for i in range(1, 300)]}}}\n"
-    for words, says in (
-        (["--space", "uno"], "objective.epsilon: --search grid needs choices"),
+HUNDREDS = [i / 1000 for i in range(1, 300)]
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "says"),
+    [
         (
-            [
-                *space_of(tmp_path, "model.num_heads: {choices: [2, 4]}"),
-                "--trials",
-                "3",
-            ],
-            "leave --trials out",
+            "objective.epsilon: {low: 0.1, high: 0.2}",
+            "",
+            "objective.epsilon: --search grid needs choices",
         ),
-        (space_of(tmp_path, many), "89,401 combinations, more than 10,000"),
-    ):
-        with pytest.raises(ConfigError, match=says):
-            open_sweep_data(tiny_options(tmp_path, *words, "--search", "grid"))
+        ("model.num_heads: {choices: [2, 4]}", "--trials 3", "leave --trials out"),
+        (
+            f"objective.epsilon: {{choices: {HUNDREDS}}}\n"
+            f"objective.temperature: {{choices: {HUNDREDS}}}\n",
+            "",
+            "89,401 combinations, more than 10,000",
+        ),
+    ],
+    ids=["a range", "a number of trials", "too many points"],
+)
+def test_a_grid_needs_lists(tmp_path, text, words, says):
+    with pytest.raises(ConfigError, match=says):
+        open_sweep_data(grid_options(tmp_path, text, *words.split()))
 
 
 def test_optuna_is_told_what_happened_before(sweep):
     pytest.importorskip("optuna")
     options, storage = sweep
-    plan, _, _ = plan_of(sweep, search="optuna")
-    study = plan._optuna.study
+    searcher = open_search(sweep, method="optuna")
+    hand_out(searcher)
+    study = searcher._optuna.study
     assert study.direction.name == "MAXIMIZE"
     assert [(t.state.name, t.value) for t in study.trials[:2]] == [
         ("COMPLETE", 0.6),
         ("FAIL", None),
     ]
-    for trial in records.read_trials(storage):
-        for domain in options.space:
-            value = trial.overrides[domain.key]
-            assert (
-                value in domain.choices
-                if domain.choices
-                else domain.low <= value <= domain.high
-            )
-    epochs(storage, 4, 3)
-    plan.on_trial_complete("c", result={})
+    for domain, trial in product(options.space, records.read_trials(storage)):
+        value, (low, *_, high) = trial.overrides[domain.key], sorted(domain.ends)
+        assert value in domain.choices if domain.choices else low <= value <= high
+    write_epochs(storage, 4, 3)
+    searcher.on_trial_complete("c", result={})
     assert study.trials[-1].value == 0.5

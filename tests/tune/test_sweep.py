@@ -8,23 +8,22 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from pipelines import cli
 from tests.pipelines.raylets import Command, head
+from tests.pipelines.small import ray_process_killed, wait_for
 from tests.tune.tiny import TINY, fake_sweep, folds_of, tiny_data, tiny_options
 from tune import records
 from tune.driver import run_sweep
 from tune.trial import pretrain_path
 from uno.config import override
 from uno.data.files import Storage
-from uno.data.output import read_mapping
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
+from uno.runs.journal import read_journal
 
 pytestmark = pytest.mark.ray
 
@@ -58,17 +57,8 @@ def planned(folder: Path, trials: list[dict[str, float]], *words: str):
     return options, fake_sweep(folder / "s", options, drawn, epochs, fingerprint)
 
 
-def command_of(folder: Path, words: str) -> list[str]:
-    own = ["--folds", "1", *words.split(), "--output", str(folder)]
-    return [sys.executable, "-m", "pipelines", "tune", *TINY, *own]
-
-
-def results(storage: Storage) -> list[dict]:
-    count = len(storage.list("trials"))
-    return [
-        read_mapping(storage, f"{records.trial_name(i)}/result.json")
-        for i in range(count)
-    ]
+def statuses(storage: Storage) -> list[str | None]:
+    return [trial.status for trial in records.read_trials(storage)]
 
 
 def pretrainings(storage: Storage) -> dict[str, bytes]:
@@ -78,14 +68,6 @@ def pretrainings(storage: Storage) -> dict[str, bytes]:
         for path in paths
         if storage.exists(f"{path}/done.json")
     }
-
-
-def until(condition, driver=None, seconds: float = 800) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert driver is None or driver.poll() is None, "the driver ended"
-        assert time.monotonic() < end
-        time.sleep(0.1)
 
 
 def test_pretrainings_are_shared_and_failures_never_win(ray_cluster, tmp_path):
@@ -103,19 +85,19 @@ def test_pretrainings_are_shared_and_failures_never_win(ray_cluster, tmp_path):
         tmp_path, trials, "--scheduler", "none", "--data.loading", "memory"
     )
     run_sweep(options)
-    found = results(storage)
-    assert [r["status"] for r in found] == ["finished"] * 3 + ["failed"] * 2
-    assert "finite" in found[3]["reason"] and "batch_size 5000" in found[4]["reason"]
-    assert records.best_trial(records.read_trials(storage)).index in (0, 1, 2)
+    found = records.read_trials(storage)
+    assert statuses(storage) == ["finished"] * 3 + ["failed"] * 2
+    assert "finite" in found[3].reason and "batch_size 5000" in found[4].reason
+    assert records.best_trial(found).index in (0, 1, 2)
 
     folds = folds_of(tiny_data(options.config), options.config)
-    configs = [override(options.config, t) for t in trials]
-    expected = {
-        pretrain_path(config, fold.rows) for config in configs[:4] for fold in folds
-    }
     # temperatures .1, .2 and 1e-40, 2 folds; trial 4 raised before it pretrained
-    assert len(expected) == 6
-    assert pretrainings(storage).keys() == expected
+    expected = {
+        pretrain_path(override(options.config, overrides), fold.rows)
+        for overrides in trials[:4]
+        for fold in folds
+    }
+    assert len(expected) == 6 and pretrainings(storage).keys() == expected
     assert not storage.exists("ray")
     files = {name for name in storage.list("trials/0000") if name != "tensorboard"}
     assert all(name.endswith((".json", ".jsonl")) for name in files)
@@ -129,47 +111,24 @@ def test_a_trial_outlives_its_process(ray_cluster, tmp_path):
     """
     words = ("--scheduler", "none", "--discover.epochs", "8")
     options, storage = planned(tmp_path, [values()], *words)
-    killed = []
-
-    def kill() -> None:
-        until(lambda: storage.exists("trials/0000/epochs.jsonl"))
-        for folder in Path("/proc").iterdir():
-            with suppress(OSError):  # it ended meanwhile
-                if (
-                    folder.name.isdigit()
-                    and b"ray::ImplicitFunc" in (folder / "cmdline").read_bytes()
-                ):
-                    os.kill(int(folder.name), signal.SIGKILL)
-                    killed.append(storage.read("trials/0000/epochs.jsonl"))
-
-    killer = threading.Thread(target=kill)
-    killer.start()
-    run_sweep(options)
-    killer.join()
-    (before,) = killed
-    assert [result["status"] for result in results(storage)] == ["finished"]
-    lines = storage.read("trials/0000/epochs.jsonl").splitlines()
-    assert [json.loads(line)["epoch"] for line in lines] == list(range(1, 9))
-    assert lines[: len(before.splitlines())] == before.splitlines()
+    epochs = "trials/0000/epochs.jsonl"
+    with ray_process_killed("ray::ImplicitFunc", lambda: storage.exists(epochs)):
+        run_sweep(options)
+    assert statuses(storage) == ["finished"]
+    lines = read_journal(storage, epochs)
+    assert [line["epoch"] for line in lines] == list(range(1, 9))
+    first, second = read_journal(storage, "trials/0000/starts.jsonl")
+    assert first["epochs"] == 0 < second["epochs"]
 
 
 @pytest.mark.release
 def test_more_trials_than_fit_and_stopping(ray_cluster, tmp_path):
-    """Kills: a deadlock of trials that hold all CPUs, ASHA that stops nobody,
-    results that are run again.
-    """
+    """Kills: a deadlock of trials that hold all CPUs, ASHA that stops nobody."""
     trials = [values(heads=2 + i % 3) for i in range(6)]
-    options, storage = planned(
-        tmp_path, trials, "--compute.cpus-per-worker", "2", "--discover.epochs", "3"
-    )
-    found = []
-    for _ in range(2):
-        run_sweep(options)
-        found.append(
-            [storage.read(f"{records.trial_name(i)}/result.json") for i in range(6)]
-        )
-    assert {r["status"] for r in results(storage)} <= {"finished", "stopped"}
-    assert found[0] == found[1]
+    words = ("--compute.cpus-per-worker", "2", "--discover.epochs", "3")
+    options, storage = planned(tmp_path, trials, *words)
+    run_sweep(options)
+    assert set(statuses(storage)) <= {"finished", "stopped"}
 
 
 @pytest.mark.slow
@@ -180,15 +139,20 @@ def test_the_same_command_finishes_a_killed_and_a_stopped_sweep(
     second trial: nothing finished is run again, and what was stopped has no result
     until it has one.
     """
-    words = command_of(
-        tmp_path / "s",
-        "--trials 2 --scheduler none --workers 1 --discover.epochs 60",
-    )
+    options = "--trials 2 --folds 1 --scheduler none --workers 1 --discover.epochs 60"
+    words = ["tune", *TINY, *options.split(), "--output", str(tmp_path / "s")]
     storage, null = Storage(str(tmp_path / "s")), subprocess.DEVNULL
-    driver = subprocess.Popen(words, stdout=null, stderr=null, start_new_session=True)
-    until(lambda: storage.exists("trials/0000/result.json"), driver)
-    os.kill(driver.pid, signal.SIGKILL)
-    driver.wait()
+    driver = subprocess.Popen(
+        [sys.executable, "-m", "pipelines", *words],
+        stdout=null,
+        stderr=null,
+        start_new_session=True,
+    )
+    wait_for(
+        lambda: storage.exists("trials/0000/result.json") or driver.poll() is not None
+    )
+    driver.kill()
+    assert driver.wait() == -signal.SIGKILL
     assert not storage.exists("trials/0001/result.json")
     before, pretrained = storage.read("trials/0000/epochs.jsonl"), pretrainings(storage)
     # of a write that the kill cut off
@@ -197,24 +161,23 @@ def test_the_same_command_finishes_a_killed_and_a_stopped_sweep(
 
     def stop() -> None:
         # a process of the killed sweep may write until then
-        until(lambda: len(storage.list("ray")) == 2)
+        wait_for(lambda: len(storage.list("ray")) == 2)
         begun = len(records.read_epochs(storage, 1))
-        until(lambda: len(records.read_epochs(storage, 1)) > begun)
+        wait_for(lambda: len(records.read_epochs(storage, 1)) > begun)
         os.kill(os.getpid(), signal.SIGTERM)
 
     stopping = threading.Thread(target=stop)
     stopping.start()
-    assert cli.main(words[3:]) == 75
+    assert cli.main(words) == 75
     stopping.join()
     said = capsys.readouterr()
-    assert (
-        "1 result already" in " ".join(said.out.split()) and "same command" in said.err
-    )
+    printed = " ".join(said.out.split())
+    assert "1 result already" in printed and "same command" in said.err
     assert not storage.exists("trials/0001/result.json")
     assert json.loads(storage.read("trials/0001/trial.json"))["overrides"]
 
-    assert cli.main(words[3:]) == 0
-    assert [result["status"] for result in results(storage)] == ["finished"] * 2
+    assert cli.main(words) == 0
+    assert statuses(storage) == ["finished"] * 2
     assert storage.read("trials/0000/epochs.jsonl") == before
     assert pretrained.items() <= pretrainings(storage).items()
     assert not storage.exists(half)
@@ -245,7 +208,7 @@ def test_a_sweep_uses_a_node_that_joins_and_outlives_its_loss(tmp_path):
             raylets.env,
             tmp_path / "log",
         )
-        until(
+        wait_for(
             lambda: (
                 sweep.says("1 trial at a time")
                 and storage.exists("trials/0000/epochs.jsonl")
@@ -255,12 +218,12 @@ def test_a_sweep_uses_a_node_that_joins_and_outlives_its_loss(tmp_path):
         os.kill(first, signal.SIGSTOP)  # it ends after the node that it does not need
         assert not storage.exists("trials/0000/result.json")
         raylets.join(1)
-        until(lambda: storage.exists(epochs))
+        wait_for(lambda: storage.exists(epochs))
         raylets.lose()
         before = storage.read(epochs)
         os.kill(first, signal.SIGCONT)
         assert sweep.end(500) == 0, sweep.lines
-    assert [result["status"] for result in results(storage)] == ["finished"] * 2
+    assert statuses(storage) == ["finished"] * 2
     lines = storage.read(epochs)
     assert lines.startswith(before) and before.count(b"\n") < 150
     assert [json.loads(line)["epoch"] for line in lines.splitlines()] == list(
@@ -269,25 +232,10 @@ def test_a_sweep_uses_a_node_that_joins_and_outlives_its_loss(tmp_path):
 
 
 @pytest.mark.release
-def test_a_sweep_by_optuna_that_all_tools_read_back(ray_cluster, tmp_path, monkeypatch):
-    """Kills: loggers that a sweep does not call, values that Optuna draws twice."""
-    mlflow = pytest.importorskip("mlflow")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+def test_a_sweep_by_optuna(ray_cluster, tmp_path):
+    """Kills: values that Optuna draws twice."""
     words = "--search optuna --trials 4 --scheduler none --folds 1 --workers 1"
-    options = tiny_options(
-        tmp_path / "s", *words.split(), "--report-to", "tensorboard,mlflow,jsonl"
-    )
-    run_sweep(options)
-    storage = Storage(str(tmp_path / "s"))
-    trials = records.read_trials(storage)
+    run_sweep(tiny_options(tmp_path / "s", *words.split()))
+    trials = records.read_trials(Storage(str(tmp_path / "s")))
+    assert [trial.status for trial in trials] == ["finished"] * 4
     assert len({tuple(trial.overrides.values()) for trial in trials}) == 4
-    client = mlflow.MlflowClient()
-    runs = client.search_runs(
-        [client.get_experiment_by_name("uno").experiment_id], "tags.group = 's'"
-    )
-    scores = sorted(trial.epochs[-1]["score"] for trial in trials)
-    assert sorted(run.data.metrics["tune/score"] for run in runs) == pytest.approx(
-        scores
-    )
-    assert all(storage.exists(f"trials/{i:04d}/tensorboard/tune") for i in range(4))

@@ -64,6 +64,7 @@ def test_epochs_one_by_one_are_the_training_of_uno_discover(
 def test_a_killed_trial_goes_on_with_the_same_numbers(options, storage, tmp_path):
     data, seen = tiny_data(options.config), []
     whole = run_tiny(options, data, storage)
+    assert run_tiny(options, data, storage) == whole  # it has ended
     with claimed(tmp_path / "b") as other:
         with pytest.raises(KeyboardInterrupt):
             run_tiny(options, data, other, report=Mock(side_effect=KeyboardInterrupt))
@@ -79,18 +80,11 @@ def test_a_killed_trial_goes_on_with_the_same_numbers(options, storage, tmp_path
 
 
 def test_a_score_that_is_not_finite_is_a_numerics_error(options, storage, monkeypatch):
-    with pytest.raises(NumericsError):  # a divergent configuration
-        run_tiny(
-            options,
-            tiny_data(options.config),
-            storage,
-            overrides={"objective.temperature": 1e-40},
-        )
-    monkeypatch.setattr(
-        trial,
-        "measure",
-        lambda *args: {"score": float("nan"), "loss": 1.0, "rows": 1.0},
-    )
+    diverges = {"objective.temperature": 1e-40}
+    with pytest.raises(NumericsError):
+        run_tiny(options, tiny_data(options.config), storage, diverges)
+    result = {"score": float("nan"), "loss": 1.0, "rows": 1.0}
+    monkeypatch.setattr(trial, "measure", lambda *args: result)
     with pytest.raises(NumericsError, match="epoch 1"):
         run_tiny(options, tiny_data(options.config), storage)
 
@@ -137,38 +131,37 @@ def test_pretraining_does_not_depend_on_the_keys_its_hash_leaves_out(
     covered = {key for key in field_names() if field_traits(key).scope == "discover"}
     phase = {key for key in covered if key.startswith("discover.")}
     assert covered - phase == {*CHANGES, "method", "model.weights"} - phase
-    found, keys = [], set()
+    found, paths = [], set()
     for changes in ({}, CHANGES, {"method": "rs"}):
-        config, storage = (
-            override(options.config, changes),
-            Storage(str(tmp_path / str(len(found)))),
-        )
+        config = override(options.config, changes)
+        storage = Storage(str(tmp_path / str(len(found))))
         run.run_phase(config, run.PRETRAIN, fold.train, LocalWorker(CPU), storage)
         found.append(newest(storage, run.PRETRAIN))
-        keys.add(pretrain_path(config, fold.rows))
+        paths.add(pretrain_path(config, fold.rows))
     assert_same(*found[:2])
     assert_same(*found[1:])
-    assert len(keys) == 1
+    assert len(paths) == 1
 
 
-def test_pretraining_is_trained_once_for_each_fold_and_everything_else(
-    options, fold, storage
-):
-    others = {
-        "objective.temperature": 0.2,
-        "seed": 1,
-        "pretrain.base_lr": 0.2,
-        "augment.large.jitter": 0.1,
-        "train.batch_size": 16,
-        "model.width": 8,
-    }
-    changed = [
-        options.config,
-        *(override(options.config, {key: value}) for key, value in others.items()),
-    ]
-    assert len({pretrain_path(config, fold.rows) for config in changed}) == 7
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"objective.temperature": 0.2},
+        {"seed": 1},
+        {"pretrain.base_lr": 0.2},
+        {"augment.large.jitter": 0.1},
+        {"train.batch_size": 16},
+        {"model.width": 8},
+    ],
+)
+def test_what_changes_pretraining_has_a_pretraining_of_its_own(options, fold, change):
+    changed = override(options.config, change)
+    assert pretrain_path(changed, fold.rows) != pretrain_path(options.config, fold.rows)
+
+
+def test_each_fold_has_a_pretraining_of_its_own(options):
     folds = folds_of(tiny_data(options.config), options.config)
-    assert len({pretrain_path(options.config, p.rows) for p in folds}) == 2
+    assert len({pretrain_path(options.config, fold.rows) for fold in folds}) == 2
 
 
 def test_trials_share_the_pretrainings_that_their_values_leave_alone(
@@ -200,11 +193,10 @@ def test_a_trial_that_dies_in_one_epoch_again_and_again_is_ended(options, storag
     for epoch in (1, 2):
         for _ in range(3):
             check_starts(storage, 0)
-        line = json.dumps({"epoch": epoch}) + "\n"
-        storage.append(f"{trial_of}/epochs.jsonl", line.encode())
+        storage.append(f"{trial_of}/epochs.jsonl", b'{"epoch": %d}\n' % epoch)
     for _ in range(3):
         check_starts(storage, 0)
     with pytest.raises(Interrupted, match="died 3 times in epoch 3"):
         check_starts(storage, 0)
-    Storage(storage.uri).write("lock.json", json.dumps({"token": "later"}).encode())
+    Storage(storage.uri).write("lock.json", b'{"token": "later"}')
     check_starts(ClaimedStorage(storage.uri, "later"), 0)

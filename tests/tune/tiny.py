@@ -85,15 +85,10 @@ def frozen_options(folder: Path, *more: str) -> SweepOptions:
     encoder = build_encoder(tiny_options(folder).config.model)
     save_file(encoder.state_dict(), weights)
     words = [
-        "--model.finetune",
-        "none",
-        "--weights",
-        str(weights),
-        "--model.prototype_init",
-        "kmeans",
+        *("--model.finetune", "none", "--weights", str(weights)),
+        *("--model.prototype_init", "kmeans", "--objective.class_prior", "kmeans"),
+        *("--augment.num-cached-views", "3", "--compute.cache", str(folder / "cache")),
     ]
-    words += ["--objective.class_prior", "kmeans", "--augment.num-cached-views", "3"]
-    words += ["--compute.cache", str(folder / "cache")]
     return tiny_options(folder / "s", *words, *more)
 
 
