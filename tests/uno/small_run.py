@@ -189,9 +189,11 @@ def assert_same(
     assert not different, different
 
 
+def without_clock(line: dict[str, Any]) -> dict[str, Any]:
+    """A line of the journal without what differs from run to run."""
+    return {k: v for k, v in line.items() if not CLOCKED.match(k)}
+
+
 def lines(storage: Storage) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl without the clock."""
-    return [
-        {k: v for k, v in line.items() if not CLOCKED.match(k)}
-        for line in read_journal(storage)
-    ]
+    return [without_clock(line) for line in read_journal(storage)]
