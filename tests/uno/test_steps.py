@@ -110,25 +110,18 @@ def test_loss_is_the_mean_of_both_families_and_all_heads(overcluster_factor):
         logits = copy.deepcopy(state.model)(batch.views)
     known, labels = logits.known.numpy(), batch.labels.numpy()
     options = {"epsilon": 0.05, "num_iters": 3, "aggregation": "swap", "hard": False}
-    families = [logits.novel] if logits.over is None else [logits.novel, logits.over]
-    losses = []
-    for heads in (family.numpy().transpose(1, 0, 2, 3) for family in families):
-        targets = [targets_of(head, len(labels), 2, options) for head in heads]
-        losses.append(
-            [
-                classify_failure(known, h, labels, t, 0.1, True)
-                for h, t in zip(heads, targets, strict=True)
-            ]
-        )
-    found = discovery_step(state, batch, config, 0.1)
-    assert float(found) == pytest.approx(np.mean(losses), rel=1e-4)
-    *heads, count = state.epoch_losses.tolist()
-    assert heads == pytest.approx(losses[0], rel=1e-4)
-    assert (
-        state.window_loss.tolist() == [pytest.approx(float(found)), 1]
-        and count == 1
-        and state.step == 1
-    )
+
+    def loss_of(head):
+        targets = targets_of(head, len(labels), 2, options)
+        return classify_failure(known, head, labels, targets, 0.1, True)
+
+    families = [family for family in (logits.novel, logits.over) if family is not None]
+    losses = [[loss_of(h.numpy()) for h in family.unbind(1)] for family in families]
+    found = float(discovery_step(state, batch, config, 0.1))
+    assert found == pytest.approx(np.mean(losses), rel=1e-4)
+    assert state.epoch_losses.tolist() == pytest.approx([*losses[0], 1], rel=1e-4)
+    assert state.window_loss.tolist() == pytest.approx([found, 1])
+    assert state.step == 1
 
 
 def test_unlabeled_rows_of_a_mixed_pile_choose_among_all_outputs():
@@ -175,19 +168,16 @@ def test_a_step_on_a_mixed_pile_teaches_known_prototypes_by_unlabeled_rows(prior
     """
     config = small_config(data__setting="gcd", objective__class_prior=prior)
     state, batch = fresh_state(config), batches_of(config)(0)
-    assert state.extra["prior"].shape == (10,) and float(
-        state.extra["prior"].sum()
-    ) == pytest.approx(1)
-    assert (prior == "uniform") == bool(
-        (state.extra["prior"] == state.extra["prior"][0]).all()
-    )
-    assert "extra/prior" in copied_tensors(state)
+    stored = copied_tensors(state)["extra/prior"]
+    assert stored.shape == (10,)
+    assert float(stored.sum()) == pytest.approx(1)
+    assert (prior == "uniform") == bool((stored == stored[0]).all())
     plain = fresh_state(small_config())  # where the labeled rows alone teach them
     assert "prior" not in plain.extra
     losses = [float(discovery_step(s, batch, config, 0.1)) for s in (state, plain)]
     assert losses[0] != pytest.approx(losses[1], rel=1e-3)
-    known = [s.model.known.weight.grad for s in (state, plain)]
-    assert (known[0] - known[1]).abs().max() > 1e-3
+    known, alone = (s.model.known.weight.grad for s in (state, plain))
+    assert (known - alone).abs().max() > 1e-3
 
 
 @pytest.mark.release  # half a minute on processors that only emulate it
@@ -202,11 +192,10 @@ def test_bfloat16_follows_the_curve_of_float32():
     for autocast in (False, True):
         state = fresh_state(config)
         state.autocast = autocast
-        curves.append(
-            [float(discovery_step(state, batches(i), config, 0.02)) for i in range(20)]
-        )
+        losses = [discovery_step(state, batches(i), config, 0.02) for i in range(20)]
+        curves.append(np.array([float(loss) for loss in losses]))
     assert all(p.dtype == torch.float32 for p in state.model.parameters())
-    single, half = np.array(curves)
+    single, half = curves
     assert half[0] == pytest.approx(single[0], rel=0.03)
     assert (single != half).all()
     np.testing.assert_allclose(half, single, rtol=0.15)
