@@ -6,8 +6,7 @@ One of them is ``python -m tests.uno.test_distributed RANK WORLD_SIZE FOLDER``.
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -201,33 +200,27 @@ def unreadable(worker: GlooWorker, folder: Path) -> dict[str, Tensor]:
     return {"known": torch.tensor(bad.rows), "listed": torch.tensor(listed.rows)}
 
 
-@contextmanager
-def third_vote() -> Iterator[threading.Event]:
-    """Yield an event that is set when this rank votes for the third time."""
-    votes, third = list[int](), threading.Event()
-    reduce = distributed.all_reduce_sum_
-
-    def vote(tensor: Tensor) -> Tensor:
-        votes.append(1)
-        if len(votes) == 3:
-            third.set()
-        return reduce(tensor)
-
-    with mock.patch.object(distributed, "all_reduce_sum_", vote):
-        yield third
-
-
 def shared_jobs(worker: GlooWorker) -> dict[str, Tensor]:
     """What five tasks return, of which the first lasts for three votes."""
-    with third_vote() as third:
+    third_vote = threading.Event()
+    vote = mock.Mock(wraps=distributed.all_reduce_sum_)
 
-        def job(number: int) -> Tensor:
-            assert number or worker.world_size == 1 or third.wait(100)
-            return torch.arange(number + 1) - 3
+    def count_votes(tensor: Tensor) -> object:
+        if vote.call_count == 3:
+            third_vote.set()
+        return mock.DEFAULT  # call the wrapped function
 
+    def job(number: int) -> Tensor:
+        assert number or worker.world_size == 1 or third_vote.wait(100)
+        return torch.arange(number + 1) - 3
+
+    vote.side_effect = count_votes
+    with mock.patch.object(distributed, "all_reduce_sum_", vote):
         tasks = [distributed.RankTask(i + 1, partial(job, i)) for i in range(5)]
         found = distributed.run_tasks(tasks, CPU)
-    return {f"of_{i}": each for i, each in enumerate(found)}
+    shapes = {"none": torch.empty(0, 3), "some": torch.arange(6).view(2, 3).T}
+    of_rank0 = distributed.compute_on_rank0(lambda: shapes, CPU)
+    return {f"of_{i}": each for i, each in enumerate(found)} | of_rank0
 
 
 def evaluated(worker: GlooWorker, setting: str, folder: Path) -> dict[str, Tensor]:
@@ -247,34 +240,16 @@ def evaluated(worker: GlooWorker, setting: str, folder: Path) -> dict[str, Tenso
 
 
 def starts(worker: GlooWorker) -> dict[str, Tensor]:
-    """What methods start from, and how many clusterings this process computed."""
-    found, fits = dict[str, Tensor](), list[int]()
-    fit_kmeans = KMeans.fit
-
-    def fit(*args, **kwargs):
-        fits.append(1)
-        return fit_kmeans(*args, **kwargs)
-
-    with mock.patch.object(KMeans, "fit", fit):
-        for name, options in STARTS.items():
-            fits.clear()
-            config = small_config(method=name, **options)
-            state = fresh_state(config, worker=worker)
-            seen = copied_tensors(state).items()
-            found |= {f"{name}/{key}": value for key, value in seen}
-            found[f"{name}/fits"] = torch.tensor(len(fits))
+    """What methods start from; rank 0 alone computes their clusterings."""
+    found = dict[str, Tensor]()
+    for name, options in STARTS.items():
+        config = small_config(method=name, **options)
+        spy = mock.patch.object(KMeans, "fit", autospec=True, side_effect=KMeans.fit)
+        with spy as fit:
+            seen = copied_tensors(fresh_state(config, worker=worker)).items()
+        assert fit.called == (worker.rank == 0), name
+        found |= {f"{name}/{key}": value for key, value in seen}
     return found
-
-
-def late_ranks(worker: GlooWorker) -> dict[str, Tensor]:
-    """What rank 0 computed for longer than a collective waits."""
-    with third_vote() as third:
-
-        def compute() -> dict[str, Tensor]:
-            assert third.wait(100)
-            return {"none": torch.empty(0, 3), "some": torch.arange(6).view(2, 3).T}
-
-        return distributed.compute_on_rank0(compute, CPU)
 
 
 def main(rank: int, world_size: int, folder: Path) -> None:
@@ -286,13 +261,10 @@ def main(rank: int, world_size: int, folder: Path) -> None:
         )
     assert distributed.rank_and_world() == (rank, world_size)
     worker = GlooWorker(rank, world_size)
-    if folder.parent.name == "starts":
-        parts = {"starts": starts(worker)}
-        parts |= {"late": late_ranks(worker)} if world_size > 1 else {}
-        return store(parts, folder / f"{rank}.st", world_size)
     names = [*METHODS, *OWN] if world_size <= 2 else ["plain"]
     parts = {f"method/{name}": two_steps(name, worker) for name in dict.fromkeys(names)}
     parts |= {"jobs": shared_jobs(worker)}
+    parts |= {"starts": starts(worker)} if world_size <= 2 else {}
     parts |= {
         f"metrics/{setting}": evaluated(worker, setting, folder)
         for setting in ("ncd", "gcd")
@@ -412,7 +384,7 @@ def test_workers_equal_one_worker(tmp_path, world_size):
             torch.testing.assert_close(
                 share[name], expected, **exact, msg=f"{name}: {{}}".format
             )
-            if "/extra/" in name or name.startswith("metrics/"):
+            if "/extra/" in name or name.startswith(("metrics/", "starts/")):
                 assert torch.equal(share[name], shares[0][name]), name
             if name.startswith("metrics/"):
                 assert torch.equal(share[name], expected), name
@@ -435,26 +407,6 @@ def test_workers_equal_one_worker(tmp_path, world_size):
                 assert "/model/" not in name or torch.equal(
                     share[name], shares[0][name]
                 ), name
-
-
-@pytest.mark.ray  # several processes
-@pytest.mark.slow
-def test_rank_0_computes_the_clusterings_of_all(tmp_path):
-    """The other ranks get its result, and compute no clustering."""
-    (folder := tmp_path / "starts").mkdir()
-    (whole,), shares = results(2, folder)
-    for name, expected in whole.items():
-        if name.endswith("/fits"):
-            assert expected > 0, name
-            assert [int(share[name]) for share in shares] == [expected, 0], name
-        else:
-            assert torch.equal(shares[0][name], shares[1][name]), name
-            torch.testing.assert_close(
-                shares[0][name], expected, atol=2e-5, rtol=1e-3, msg=name
-            )
-    for share in shares:
-        assert share["late/none"].shape == (0, 3)
-        assert share["late/some"].tolist() == [[0, 3], [1, 4], [2, 5]]
 
 
 if __name__ == "__main__":

@@ -49,7 +49,6 @@ def test_novel_digits_are_found_and_new_rows_get_old_and_new_classes():
     assert model.classes_.tolist() == list(range(10))
     assert model.novel_classes_.tolist() == [5, 6, 7, 8, 9]
     novel = digit >= 5
-    assert set(model.labels_[novel]) == {5, 6, 7, 8, 9}
     np.testing.assert_array_equal(model.labels_[~novel], digit[~novel])
     assert adjusted_rand_score(digit[novel], model.labels_[novel]) > 0.7
     assert adjusted_rand_score(digit, model.predict(features)) > 0.7
