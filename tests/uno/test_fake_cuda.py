@@ -34,7 +34,7 @@ from uno.presets import preset
 from uno.results import baselines, evaluate
 from uno.results.classes import OutputClass
 from uno.results.evaluate import Edits, count_outputs
-from uno.results.infer import load_classifier, score
+from uno.results.infer import score
 from uno.runs import run
 
 pytestmark = pytest.mark.fakecuda
@@ -171,27 +171,23 @@ def test_a_whole_evaluation_reads_back_where_it_may(storage, monkeypatch, settin
     assert storage.exists("alignment.json")
 
 
-def test_scores_of_predictions(tmp_path):
+@pytest.mark.parametrize("is_edited", [False, True])
+def test_scores_of_predictions(tmp_path, is_edited):
     """One look at the device for each of the results of a batch. Kills: images
     scored on another device.
     """
-    model = tiny_model(tmp_path, **{"model.encoder": "resnet_small"})
-    images, merged = (
-        torch.zeros(6, 3, model.size, model.size, dtype=torch.uint8),
-        edited(model.module),
-    )
-    for classes, alignment in ((model.classes, model.alignment), merged):
-        with fake_cuda() as mode:
-            on_device = replace(model, classes=classes, alignment=alignment).to(DEVICE)
-            scores = on_device.score(images)
-            assert mode.reads == len(scores) and all(
-                part.device.type == "cpu" for part in scores
-            )
-            mode.strict = True
-            logits = forward(on_device.module, images, model.config)
-            found = score(logits, 0.1, 0, classes, alignment)
-            assert {part.device for part in found} == {DEVICE}
-        model = load_classifier(Storage(str(tmp_path)))
+    model = tiny_model(tmp_path)
+    edits = edited(model.module) if is_edited else (model.classes, model.alignment)
+    images = torch.zeros(6, 3, model.size, model.size, dtype=torch.uint8)
+    with fake_cuda() as mode:
+        on_device = replace(model, classes=edits[0], alignment=edits[1]).to(DEVICE)
+        scores = on_device.score(images)
+        assert mode.reads == len(scores)
+        assert {part.device.type for part in scores} == {"cpu"}
+        mode.strict = True
+        logits = forward(on_device.module, images, model.config)
+        found = score(logits, 0.1, 0, *edits)
+        assert {part.device for part in found} == {DEVICE}
 
 
 WAITS = {
