@@ -3,6 +3,7 @@
 One of them is ``python -m tests.uno.test_distributed RANK WORLD_SIZE FOLDER``.
 """
 
+import copy
 import subprocess
 import sys
 import threading
@@ -30,6 +31,7 @@ from tests.uno.small_run import (
     step_of,
 )
 from uno import distributed
+from uno.config import override
 from uno.data.columns import make_ids
 from uno.data.files import Storage
 from uno.data.images import InMemory
@@ -45,26 +47,21 @@ from uno.training import Phase, fit
 
 ROOT = Path(__file__).parents[2]
 CONFIG = small_config(train__batch_size=24)
-OPTIONS = {
-    "objective__iic_weight": 0.5,
-    "objective__iic_view_weight": 0.5,
-    "objective__rkd_weight": 0.5,
-    "objective__queue_size": 12,
-}
-
-
-MIXED = {"data__setting": "gcd", "objective__rkd_weight": 0.5}
-VIT = {
-    "model__encoder": "tests.uno.toy_encoders:vit",
-    "model__finetune": "last_stage",
-    "model__encoder_lr_factor": 0.5,
-}
 OWN = {
     "plain": {"method": "uno"},
-    "uno": OPTIONS,
-    "gcd": MIXED,
+    "uno": {
+        "objective__iic_weight": 0.5,
+        "objective__iic_view_weight": 0.5,
+        "objective__rkd_weight": 0.5,
+        "objective__queue_size": 12,
+    },
+    "gcd": {"data__setting": "gcd", "objective__rkd_weight": 0.5},
     "last": {"model__finetune": "last_stage"},
-    "vit": VIT,
+    "vit": {
+        "model__encoder": "tests.uno.toy_encoders:vit",
+        "model__finetune": "last_stage",
+        "model__encoder_lr_factor": 0.5,
+    },
     "pim": {"method": "pim", "pim__steps": 20},
 }
 """Options of a method that are not its defaults."""
@@ -96,16 +93,13 @@ def seen_in(state: TrainState) -> dict[str, Tensor]:
     """Gradients, and what a checkpoint would hold but the sums over a worker's own
     rows.
     """
-    kept = {
-        k: v
-        for k, v in copied_tensors(state).items()
-        if "epoch" not in k and "window" not in k
+    parameters = trained_parameters(state.model).items()
+    gradients = {f"grad/{name}": p.grad.clone() for name, p in parameters}
+    return gradients | {
+        f"state/{name}": tensor
+        for name, tensor in copied_tensors(state).items()
+        if "epoch" not in name and "window" not in name
     }
-    grads = {
-        f"grad/{name}": p.grad.clone()
-        for name, p in trained_parameters(state.model).items()
-    }
-    return grads | {f"state/{name}": tensor for name, tensor in kept.items()}
 
 
 def nan_on_one_rank(worker: GlooWorker) -> dict[str, Tensor]:
@@ -114,14 +108,12 @@ def nan_on_one_rank(worker: GlooWorker) -> dict[str, Tensor]:
         fresh_state(CONFIG, worker=worker),
         batches_of(CONFIG, worker=worker)(0),
     )
-    before = [p.detach().clone() for p in state.model.encoder.parameters()]
+    before = copy.deepcopy([*state.model.encoder.parameters()])
     if worker.rank == worker.world_size - 1:
         batch = batch._replace(views=[view.fill_(float("nan")) for view in batch.views])
     discovery_step(state, batch, CONFIG, 0.1)
-    kept = all(
-        torch.equal(a, b)
-        for a, b in zip(before, state.model.encoder.parameters(), strict=True)
-    )
+    pairs = zip(before, state.model.encoder.parameters(), strict=True)
+    kept = all(torch.equal(a, b) for a, b in pairs)
     return {"skipped": state.skipped.clone(), "kept": torch.tensor(kept)}
 
 
@@ -129,24 +121,16 @@ def whole_phase(worker: GlooWorker, folder: Path) -> dict[str, Tensor]:
     """Two epochs, stopped in the middle of the second and resumed, against the same
     without a stop.
     """
-    found = {}
+    found, batches = {}, batches_of(CONFIG, worker=worker)
+    phase = Phase(run.DISCOVER, CONFIG.discover, 8, 24, 16, discovery_step)
     for name, stops in (("clean", (-1,)), ("resumed", (11, -1))):
         storage = Storage(str(folder / name))
         for worker.step in stops:
             state = fresh_state(CONFIG, worker=worker)
-            phase = Phase(run.DISCOVER, CONFIG.discover, 8, 24, 16, discovery_step)
             with suppress(Interrupted):
-                fit(
-                    CONFIG,
-                    phase,
-                    state,
-                    batches_of(CONFIG, worker=worker),
-                    worker,
-                    storage,
-                )
-        found |= {
-            f"{name}/{key}": value for key, value in copied_tensors(state).items()
-        }
+                fit(CONFIG, phase, state, batches, worker, storage)
+        tensors = copied_tensors(state)
+        found |= {f"{name}/{key}": value for key, value in tensors.items()}
         # what rank 0 stored is there for everyone as soon as fit returns
         found[f"{name}/stored"] = torch.tensor(load_newest(storage, run.DISCOVER).step)
     return found
@@ -154,24 +138,17 @@ def whole_phase(worker: GlooWorker, folder: Path) -> dict[str, Tensor]:
 
 def two_steps(name: str, worker: GlooWorker) -> dict[str, Tensor]:
     """Gradients and state after two steps of a method, with BatchNorm in eval mode."""
-    options = OWN.get(name, {"method": name})
-    config = small_config(train__batch_size=24, **options)
+    config = small_config(train__batch_size=24, **OWN.get(name, {"method": name}))
     if hasattr(config.method_options, "rampup"):
-        options |= {f"{name}__rampup": 0.0}
-        config = small_config(train__batch_size=24, **options)
-    state, batches = (
-        fresh_state(config, worker=worker),
-        batches_of(config, worker=worker),
-    )
-    step = step_of(config)
+        config = override(config, {f"{name}.rampup": 0.0})
+    state = fresh_state(config, worker=worker)
+    step, batches = step_of(config), batches_of(config, worker=worker)
     state.step = 9 if name == "ncl" else 0  # when its memories are full
     if config.objective.rkd_weight:
         state.teacher = build_network(config, 5, 0, 5).eval()
     state.model.eval()
     loss = step(state, batches(0), config, 0.02)
-    first = {
-        key: tensor for key, tensor in seen_in(state).items() if key.startswith("grad/")
-    }
+    first = {k: tensor for k, tensor in seen_in(state).items() if k.startswith("grad/")}
     step(state, batches(1), config, 0.02)
     seen = seen_in(state) | first | {"loss": loss}
     return seen | ({"head_losses": state.epoch_losses} if name == "plain" else {})

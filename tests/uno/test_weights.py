@@ -31,8 +31,6 @@ from uno.encoders.weights import (
 )
 from uno.errors import StorageError
 
-SMALL = dict(width=4)
-
 
 class Evil:
     """Leaves a file where it is unpickled."""
@@ -77,7 +75,7 @@ def test_weights_of_any_file_are_found(tmp_path, name, write):
     must be there.
     """
     path = tmp_path / ("w.pt" if write is torch_file else "w.safetensors")
-    theirs = encoder_of("resnet_small", **SMALL).state_dict()
+    theirs = encoder_of("resnet_small", width=4).state_dict()
     path.write_bytes(write(WRAPPED[name](dict(theirs))))
     ours = build_encoder(small_config().model)
     load_encoder_(ours, read_weights(str(path)), "w")
@@ -86,7 +84,7 @@ def test_weights_of_any_file_are_found(tmp_path, name, write):
 
 def test_weights_that_do_not_fit_name_the_keys():
     """Kills: a line without names, or with thousands; a partial load."""
-    encoder = encoder_of("resnet_small", **SMALL)
+    encoder = encoder_of("resnet_small", width=4)
     before = {k: v.clone() for k, v in encoder.state_dict().items()}
     state = {name: tensor + 1 for name, tensor in before.items()}
     for name in ("conv1.weight", "bn1.weight", "bn1.bias", "bn1.running_mean"):
