@@ -32,11 +32,7 @@ from uno.data.memory import TrainSet
 from uno.runs import run
 from uno.training import LocalWorker, Phase
 
-DEVICE, CPU, NOWHERE = (
-    torch.device("meta"),
-    torch.device("cpu"),
-    Storage("/nonexistent"),
-)
+DEVICE, CPU = torch.device("meta"), torch.device("cpu")
 NUM_CLASSES = 5
 aten = torch.ops.aten
 READ, COPY, COPY_ = (
@@ -125,36 +121,17 @@ class FakeCuda(TorchDispatchMode):
         return values.to(kwargs.get("dtype") or source.dtype)
 
 
-class CheckedSGD(SGD):
-    """What the fused kernel takes for granted; it has no form without values."""
+class StillSGD(SGD):
+    """An optimizer whose fused kernel, which needs values, moves nothing."""
 
     def __init__(self, *settings: Any, fused: bool, **more: Any) -> None:
         super().__init__(*settings, **more)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Nothing moves."""
+        """Check that the sign to skip a step lies where the kernel reads it."""
         found_inf: Tensor = self.found_inf  # type: ignore[attr-defined]
-        assert (found_inf.device, found_inf.dtype, found_inf.numel()) == (
-            DEVICE,
-            torch.float32,
-            1,
-        )
-        for group in self.param_groups:
-            for parameter in (p for p in group["params"] if p.grad is not None):
-                for other in (parameter.grad, self.state[parameter]["momentum_buffer"]):
-                    assert (other.device, other.dtype) == (DEVICE, parameter.dtype)
-                    assert (other.shape, _strides(other)) == (
-                        parameter.shape,
-                        _strides(parameter),
-                    )
-
-
-def _strides(tensor: Tensor) -> list[int]:
-    return [
-        stride
-        for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
-        if size > 1
-    ]
+        assert (found_inf.device, found_inf.dtype) == (DEVICE, torch.float32)
+        assert found_inf.numel() == 1
 
 
 @contextmanager
@@ -165,7 +142,7 @@ def fake_cuda(world_size: int = 1) -> Iterator[FakeCuda]:
     with pytest.MonkeyPatch.context() as patch:
         # which knows no such device
         patch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
-        patch.setattr(torch.optim, "SGD", CheckedSGD)
+        patch.setattr(torch.optim, "SGD", StillSGD)
         if world_size > 1:
             patch.setattr(distributed, "in_group", lambda: True)
             for name, value in (("rank", 0), ("world_size", world_size)):
@@ -260,6 +237,5 @@ def train_steps(
         patch.setattr(run, "fit", fit)
         patch.setattr(run, "load_weights_", lambda *_: True)
         patch.setattr(run, "_load_phase_", lambda *_: True)
-        run.run_phase(
-            config, phase, train.to(device), FirstWorker(world_size, device), NOWHERE
-        )
+        worker, nowhere = FirstWorker(world_size, device), Storage("/nonexistent")
+        run.run_phase(config, phase, train.to(device), worker, nowhere)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.uno.data.builders import failure
 from uno import config as schema
 from uno.config import (
     Config,
@@ -121,24 +122,27 @@ def test_scopes():
     ],
 )
 def test_a_mistake_is_one_short_line_that_names_the_field(overrides, message):
-    with pytest.raises(ConfigError) as caught:
-        override(Config(), overrides)
-    assert str(caught.value).startswith(message)
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 200
+    line = failure(override, Config(), overrides)
+    assert line.startswith(message)
+    assert len(line) < 200
 
 
-def test_nested_and_dotted_keys_mean_the_same_and_comments_nothing(yaml_file):
-    nested = load_yaml(yaml_file("objective:\n  epsilon: 0.1\n  sinkhorn_iters: 5\n"))
-    dotted = load_yaml(
-        yaml_file("objective.epsilon: 0.1\nobjective.sinkhorn_iters: 5\n")
-    )
-    assert nested == dotted == {"objective.epsilon": 0.1, "objective.sinkhorn_iters": 5}
-    # YAML 1.1 reads a string
-    values = load_yaml(yaml_file("discover:\n  weight_decay: 1e-4\n"))
-    assert override(Config(), values).discover.weight_decay == 1e-4
-    values = load_yaml(yaml_file("objective:\n  # epsilon: 0.1\nseed: 3\n"))
-    assert override(Config(), values) == override(Config(), {"seed": 3})
-    assert load_yaml(yaml_file("# nothing\n")) == {}
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("objective:\n  epsilon: 0.1\n", {"objective.epsilon": 0.1}),
+        ("objective.epsilon: 0.1\n", {"objective.epsilon": 0.1}),
+        # YAML 1.1 reads a string
+        ("discover:\n  weight_decay: 1e-4\n", {"discover.weight_decay": 1e-4}),
+        ("objective:\n  # epsilon: 0.1\nseed: 3\n", {"seed": 3}),
+        ("# nothing\n", {}),
+    ],
+)
+def test_nested_and_dotted_keys_mean_the_same_and_comments_nothing(
+    yaml_file, text, expected
+):
+    values = load_yaml(yaml_file(text))
+    assert override(Config(), values) == override(Config(), expected)
 
 
 BOMB = "b0: &b0 {x: 1}\n" + "".join(
@@ -170,11 +174,7 @@ BOMB = "b0: &b0 {x: 1}\n" + "".join(
 )
 def test_a_bad_file_is_one_line(content, message, yaml_file):
     path = yaml_file(content)
-    with pytest.raises(ConfigError) as caught:
-        load_yaml(path)
-    assert str(caught.value).startswith(
-        f"config file {path}{message}"
-    ) and "\n" not in str(caught.value)
+    assert failure(load_yaml, path).startswith(f"config file {path}{message}")
 
 
 @pytest.mark.parametrize(
@@ -186,39 +186,42 @@ def test_an_unreadable_file_is_one_line(path, reason):
         load_yaml(path)
 
 
+MOVED = {"compute.num_workers": 8, "output": "elsewhere", "train.log_every": 1}
+STREAMED, LOADED = {"data.loading": "streaming"}, {"data.loading": "memory"}
+MIXED, NOVEL = {"data.setting": "gcd"}, {"data.setting": "ncd"}
+
+
+@pytest.mark.parametrize(
+    ("stored", "now", "expected"),
+    [
+        ({}, MOVED, []),
+        ({}, {"objective.epsilon": 0.1}, ["objective.epsilon"]),
+        # what the data decides may be given later, and need not be given again
+        ({}, STREAMED, []),
+        (STREAMED, {}, []),
+        (STREAMED, LOADED, ["data.loading"]),
+        (MIXED, {}, []),
+        (MIXED, NOVEL, ["data.setting"]),
+    ],
+)
+def test_keys_that_differ_from_those_of_a_stored_run(stored, now, expected):
+    stored, now = (override(Config(), values) for values in (stored, now))
+    assert differing_keys(to_dict(stored), now) == expected
+
+
 def test_where_a_run_executes_does_not_change_what_it_is():
-    config = Config()
-    moved = override(
-        config, {"compute.num_workers": 8, "output": "elsewhere", "train.log_every": 1}
+    same, other = (
+        override(Config(), values) for values in (MOVED, {"objective.epsilon": 0.1})
     )
-    other = override(config, {"objective.epsilon": 0.1})
-    older = to_dict(config)
-    # fields that a run of before did not have
+    assert config_hash(same) == config_hash(Config()) != config_hash(other)
+
+
+def test_fields_that_an_older_run_did_not_have_are_defaults():
+    older = to_dict(Config())
     del older["model"]["width"], older["objective"]["epsilon"]
-    assert differing_keys(older, config) == []
-    assert differing_keys(older, override(config, {"model.width": 8})) == [
-        "model.width"
-    ]
-    assert differing_keys(to_dict(config), moved) == []
-    assert config_hash(moved) == config_hash(config) != config_hash(other)
-    assert differing_keys(to_dict(config), other) == ["objective.epsilon"]
-    decided = override(config, {"data.loading": "streaming"})
-    assert (
-        differing_keys(to_dict(config), decided)
-        == differing_keys(to_dict(decided), config)
-        == []
-    )
-    assert differing_keys(
-        to_dict(decided), override(config, {"data.loading": "memory"})
-    ) == ["data.loading"]
-    mixed, novel = (
-        override(config, {"data.setting": setting}) for setting in ("gcd", "ncd")
-    )
-    assert (
-        differing_keys(to_dict(mixed), config)
-        == []
-        != differing_keys(to_dict(mixed), novel)
-    )
+    assert differing_keys(older, Config()) == []
+    wide = override(Config(), {"model.width": 8})
+    assert differing_keys(older, wide) == ["model.width"]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Crops cut on the CPU: torchvision's, from an image that is decoded once."""
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 import torch
@@ -100,20 +102,16 @@ def test_an_image_is_decoded_once_and_turned_upright(monkeypatch):
     """EXIF orientation 6 equals the picture turned before. Kills: a second decode
     per view, EXIF ignored.
     """
-    calls = []
-    real = crops.decode_rgb
-    monkeypatch.setattr(crops, "decode_rgb", lambda *a: calls.append(1) or real(*a))
-    turned = np.rot90(smooth(40, 64), 1).copy()  # 6: turn clockwise to see it upright
-    plain = cropper(
-        large=RESIZED, small=RESIZED.model_copy(update={"num_views": 3, "size": 9})
-    )
-    first = np.zeros(1, int)
+    decode_rgb = Mock(wraps=crops.decode_rgb)
+    monkeypatch.setattr(crops, "decode_rgb", decode_rgb)
+    small = RESIZED.model_copy(update={"num_views": 3, "size": 9})
+    plain, first = cropper(large=RESIZED, small=small), np.zeros(1, int)
     exif = Image.Exif()
-    exif[0x0112] = 6
-    pixels, reasons = plain.crop(
-        first, first, [encoded(turned, "JPEG", quality=95, exif=exif)]
-    )
-    assert len(calls) == 1 and reasons == [None]
+    exif[0x0112] = 6  # turn clockwise to see it upright
+    turned = encoded(np.rot90(smooth(40, 64), 1), "JPEG", quality=95, exif=exif)
+    pixels, reasons = plain.crop(first, first, [turned])
+    assert reasons == [None]
+    decode_rgb.assert_called_once()
     upright, _ = plain.crop(first, first, [smooth(40, 64)])
     assert np.abs(pixels.astype(int) - upright).mean() < 6  # JPEG's own loss
     shapes = [part.shape for part in plain.split(torch.from_numpy(pixels))]
@@ -127,12 +125,10 @@ def test_views_do_not_depend_on_who_cuts_them_or_when():
     some = cropper(large=RESIZED)
     images = [smooth(30 + i, 50, seed=i) for i in range(6)]
     steps, places = np.array([4, 4, 4, 5, 5, 5]), np.array([0, 2, 5, 0, 2, 5])
-    torch.manual_seed(1)
     whole, _ = some.crop(steps, places, images)
-    torch.manual_seed(2)
-    for start, stop in ((0, 2), (2, 5), (5, 6)):
-        part, _ = some.crop(steps[start:stop], places[start:stop], images[start:stop])
-        assert (part == whole[start:stop]).all()
+    for part in (slice(0, 2), slice(2, 5), slice(5, 6)):
+        found, _ = some.crop(steps[part], places[part], images[part])
+        assert (found == whole[part]).all()
     again, _ = some.crop(steps[3:], places[3:], images[:3])
     assert not (again == whole[:3]).all(axis=1).any()  # another step, other crops
 
@@ -169,46 +165,39 @@ def test_crops_of_the_stored_square_give_the_resident_views(crop):
         blur=0.3,
     )
     config = AugmentConfig(large=kind, small=kind.model_copy(update={"num_views": 1}))
-    images = [smooth(16, 16, seed=i) for i in range(6)]
     rows = torch.tensor([1, 3, 4])
-    stored = torch.stack(
-        [torch.from_numpy(images[i].copy()).permute(2, 0, 1) for i in rows.tolist()]
-    )
+    images = [smooth(16, 16, seed=i) for i in rows.tolist()]
+    stored = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2)
     expected = augment(stored, config, augment_generator(7, 0, 2), *STATS, rows, 6)
     some = Cropper(7, 0, 6, config, 16)
-    pixels, _ = some.crop(
-        np.full(3, 2), rows.numpy(), [images[i] for i in rows.tolist()]
-    )
+    pixels, _ = some.crop(np.full(3, 2), rows.numpy(), images)
     parts = some.split(torch.from_numpy(pixels))
     found = augment_crops(
         parts, config, augment_generator(7, 0, 2), *STATS, rows, 6, 16
     )
     assert [view.shape for view in found] == [view.shape for view in expected]
     for a, b in zip(found, expected, strict=True):
-        assert (a - b).abs().max() < (0.002 if crop == "none" else 0.03) and (
-            a - b
-        ).abs().mean() < 0.003
+        assert (a - b).abs().max() < (0.002 if crop == "none" else 0.03)
+        assert (a - b).abs().mean() < 0.003
 
 
-def test_crops_follow_the_interpolation():
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+def test_crops_follow_the_interpolation(mode):
+    view = torch.zeros(3, 9, 9, dtype=torch.uint8)
+    image = torch.from_numpy(smooth(30, 40).copy())
+    crop_(view, image, (2, 3, 14, 14), mode)
+    part = image[2:16, 3:17].permute(2, 0, 1)[None]
+    expected = F.interpolate(part, size=(9, 9), mode=mode, antialias=True)[0]
+    assert torch.equal(view, expected)
+
+
+@pytest.mark.parametrize("crop", ["resized", "pad"])
+def test_views_follow_the_interpolation(crop):
     """Kills: crops of the whole image, or of the stored square, that stay bilinear."""
-    image, box = smooth(30, 40), (2, 3, 14, 14)
-    views = {
-        name: torch.zeros(3, 9, 9, dtype=torch.uint8)
-        for name in ("bilinear", "bicubic")
-    }
-    for name, view in views.items():
-        crop_(view, torch.from_numpy(image.copy()), box, name)
-        part = torch.from_numpy(image.copy())[2:16, 3:17].permute(2, 0, 1)[None]
-        assert torch.equal(
-            view, F.interpolate(part, size=(9, 9), mode=name, antialias=True)[0]
-        )
-    assert not torch.equal(*views.values())
-    row = np.zeros(1, np.int64), np.zeros(1, np.int64), [image]
-    for kind in ("resized", "pad"):
-        augment_fields = AugmentConfig(large=ViewConfig(size=16, crop=kind))
-        found = [
-            Cropper(7, 0, 6, augment_fields, 16, Decoding(how)).crop(*row)[0]
-            for how in views
-        ]
-        assert not np.array_equal(*found)
+    config = AugmentConfig(large=ViewConfig(size=16, crop=crop))
+    row = np.zeros(1, int), np.zeros(1, int), [smooth(30, 40)]
+    (bilinear, _), (bicubic, _) = (
+        Cropper(7, 0, 6, config, 16, Decoding(mode)).crop(*row)
+        for mode in ("bilinear", "bicubic")
+    )
+    assert not np.array_equal(bilinear, bicubic)

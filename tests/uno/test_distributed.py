@@ -3,11 +3,11 @@
 One of them is ``python -m tests.uno.test_distributed RANK WORLD_SIZE FOLDER``.
 """
 
+import copy
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -31,6 +31,7 @@ from tests.uno.small_run import (
     step_of,
 )
 from uno import distributed
+from uno.config import override
 from uno.data.columns import make_ids
 from uno.data.files import Storage
 from uno.data.images import InMemory
@@ -46,26 +47,21 @@ from uno.training import Phase, fit
 
 ROOT = Path(__file__).parents[2]
 CONFIG = small_config(train__batch_size=24)
-OPTIONS = {
-    "objective__iic_weight": 0.5,
-    "objective__iic_view_weight": 0.5,
-    "objective__rkd_weight": 0.5,
-    "objective__queue_size": 12,
-}
-
-
-MIXED = {"data__setting": "gcd", "objective__rkd_weight": 0.5}
-VIT = {
-    "model__encoder": "tests.uno.toy_encoders:vit",
-    "model__finetune": "last_stage",
-    "model__encoder_lr_factor": 0.5,
-}
 OWN = {
     "plain": {"method": "uno"},
-    "uno": OPTIONS,
-    "gcd": MIXED,
+    "uno": {
+        "objective__iic_weight": 0.5,
+        "objective__iic_view_weight": 0.5,
+        "objective__rkd_weight": 0.5,
+        "objective__queue_size": 12,
+    },
+    "gcd": {"data__setting": "gcd", "objective__rkd_weight": 0.5},
     "last": {"model__finetune": "last_stage"},
-    "vit": VIT,
+    "vit": {
+        "model__encoder": "tests.uno.toy_encoders:vit",
+        "model__finetune": "last_stage",
+        "model__encoder_lr_factor": 0.5,
+    },
     "pim": {"method": "pim", "pim__steps": 20},
 }
 """Options of a method that are not its defaults."""
@@ -97,16 +93,13 @@ def seen_in(state: TrainState) -> dict[str, Tensor]:
     """Gradients, and what a checkpoint would hold but the sums over a worker's own
     rows.
     """
-    kept = {
-        k: v
-        for k, v in copied_tensors(state).items()
-        if "epoch" not in k and "window" not in k
+    parameters = trained_parameters(state.model).items()
+    gradients = {f"grad/{name}": p.grad.clone() for name, p in parameters}
+    return gradients | {
+        f"state/{name}": tensor
+        for name, tensor in copied_tensors(state).items()
+        if "epoch" not in name and "window" not in name
     }
-    grads = {
-        f"grad/{name}": p.grad.clone()
-        for name, p in trained_parameters(state.model).items()
-    }
-    return grads | {f"state/{name}": tensor for name, tensor in kept.items()}
 
 
 def nan_on_one_rank(worker: GlooWorker) -> dict[str, Tensor]:
@@ -115,14 +108,12 @@ def nan_on_one_rank(worker: GlooWorker) -> dict[str, Tensor]:
         fresh_state(CONFIG, worker=worker),
         batches_of(CONFIG, worker=worker)(0),
     )
-    before = [p.detach().clone() for p in state.model.encoder.parameters()]
+    before = copy.deepcopy([*state.model.encoder.parameters()])
     if worker.rank == worker.world_size - 1:
         batch = batch._replace(views=[view.fill_(float("nan")) for view in batch.views])
     discovery_step(state, batch, CONFIG, 0.1)
-    kept = all(
-        torch.equal(a, b)
-        for a, b in zip(before, state.model.encoder.parameters(), strict=True)
-    )
+    pairs = zip(before, state.model.encoder.parameters(), strict=True)
+    kept = all(torch.equal(a, b) for a, b in pairs)
     return {"skipped": state.skipped.clone(), "kept": torch.tensor(kept)}
 
 
@@ -130,24 +121,16 @@ def whole_phase(worker: GlooWorker, folder: Path) -> dict[str, Tensor]:
     """Two epochs, stopped in the middle of the second and resumed, against the same
     without a stop.
     """
-    found = {}
+    found, batches = {}, batches_of(CONFIG, worker=worker)
+    phase = Phase(run.DISCOVER, CONFIG.discover, 8, 24, 16, discovery_step)
     for name, stops in (("clean", (-1,)), ("resumed", (11, -1))):
         storage = Storage(str(folder / name))
         for worker.step in stops:
             state = fresh_state(CONFIG, worker=worker)
-            phase = Phase(run.DISCOVER, CONFIG.discover, 8, 24, 16, discovery_step)
             with suppress(Interrupted):
-                fit(
-                    CONFIG,
-                    phase,
-                    state,
-                    batches_of(CONFIG, worker=worker),
-                    worker,
-                    storage,
-                )
-        found |= {
-            f"{name}/{key}": value for key, value in copied_tensors(state).items()
-        }
+                fit(CONFIG, phase, state, batches, worker, storage)
+        tensors = copied_tensors(state)
+        found |= {f"{name}/{key}": value for key, value in tensors.items()}
         # what rank 0 stored is there for everyone as soon as fit returns
         found[f"{name}/stored"] = torch.tensor(load_newest(storage, run.DISCOVER).step)
     return found
@@ -155,24 +138,17 @@ def whole_phase(worker: GlooWorker, folder: Path) -> dict[str, Tensor]:
 
 def two_steps(name: str, worker: GlooWorker) -> dict[str, Tensor]:
     """Gradients and state after two steps of a method, with BatchNorm in eval mode."""
-    options = OWN.get(name, {"method": name})
-    config = small_config(train__batch_size=24, **options)
+    config = small_config(train__batch_size=24, **OWN.get(name, {"method": name}))
     if hasattr(config.method_options, "rampup"):
-        options |= {f"{name}__rampup": 0.0}
-        config = small_config(train__batch_size=24, **options)
-    state, batches = (
-        fresh_state(config, worker=worker),
-        batches_of(config, worker=worker),
-    )
-    step = step_of(config)
+        config = override(config, {f"{name}.rampup": 0.0})
+    state = fresh_state(config, worker=worker)
+    step, batches = step_of(config), batches_of(config, worker=worker)
     state.step = 9 if name == "ncl" else 0  # when its memories are full
     if config.objective.rkd_weight:
         state.teacher = build_network(config, 5, 0, 5).eval()
     state.model.eval()
     loss = step(state, batches(0), config, 0.02)
-    first = {
-        key: tensor for key, tensor in seen_in(state).items() if key.startswith("grad/")
-    }
+    first = {k: tensor for k, tensor in seen_in(state).items() if k.startswith("grad/")}
     step(state, batches(1), config, 0.02)
     seen = seen_in(state) | first | {"loss": loss}
     return seen | ({"head_losses": state.epoch_losses} if name == "plain" else {})
@@ -201,33 +177,27 @@ def unreadable(worker: GlooWorker, folder: Path) -> dict[str, Tensor]:
     return {"known": torch.tensor(bad.rows), "listed": torch.tensor(listed.rows)}
 
 
-@contextmanager
-def third_vote() -> Iterator[threading.Event]:
-    """Yield an event that is set when this rank votes for the third time."""
-    votes, third = list[int](), threading.Event()
-    reduce = distributed.all_reduce_sum_
-
-    def vote(tensor: Tensor) -> Tensor:
-        votes.append(1)
-        if len(votes) == 3:
-            third.set()
-        return reduce(tensor)
-
-    with mock.patch.object(distributed, "all_reduce_sum_", vote):
-        yield third
-
-
 def shared_jobs(worker: GlooWorker) -> dict[str, Tensor]:
     """What five tasks return, of which the first lasts for three votes."""
-    with third_vote() as third:
+    third_vote = threading.Event()
+    vote = mock.Mock(wraps=distributed.all_reduce_sum_)
 
-        def job(number: int) -> Tensor:
-            assert number or worker.world_size == 1 or third.wait(100)
-            return torch.arange(number + 1) - 3
+    def count_votes(tensor: Tensor) -> object:
+        if vote.call_count == 3:
+            third_vote.set()
+        return mock.DEFAULT  # call the wrapped function
 
+    def job(number: int) -> Tensor:
+        assert number or worker.world_size == 1 or third_vote.wait(100)
+        return torch.arange(number + 1) - 3
+
+    vote.side_effect = count_votes
+    with mock.patch.object(distributed, "all_reduce_sum_", vote):
         tasks = [distributed.RankTask(i + 1, partial(job, i)) for i in range(5)]
         found = distributed.run_tasks(tasks, CPU)
-    return {f"of_{i}": each for i, each in enumerate(found)}
+    shapes = {"none": torch.empty(0, 3), "some": torch.arange(6).view(2, 3).T}
+    of_rank0 = distributed.compute_on_rank0(lambda: shapes, CPU)
+    return {f"of_{i}": each for i, each in enumerate(found)} | of_rank0
 
 
 def evaluated(worker: GlooWorker, setting: str, folder: Path) -> dict[str, Tensor]:
@@ -247,34 +217,16 @@ def evaluated(worker: GlooWorker, setting: str, folder: Path) -> dict[str, Tenso
 
 
 def starts(worker: GlooWorker) -> dict[str, Tensor]:
-    """What methods start from, and how many clusterings this process computed."""
-    found, fits = dict[str, Tensor](), list[int]()
-    fit_kmeans = KMeans.fit
-
-    def fit(*args, **kwargs):
-        fits.append(1)
-        return fit_kmeans(*args, **kwargs)
-
-    with mock.patch.object(KMeans, "fit", fit):
-        for name, options in STARTS.items():
-            fits.clear()
-            config = small_config(method=name, **options)
-            state = fresh_state(config, worker=worker)
-            seen = copied_tensors(state).items()
-            found |= {f"{name}/{key}": value for key, value in seen}
-            found[f"{name}/fits"] = torch.tensor(len(fits))
+    """What methods start from; rank 0 alone computes their clusterings."""
+    found = dict[str, Tensor]()
+    for name, options in STARTS.items():
+        config = small_config(method=name, **options)
+        spy = mock.patch.object(KMeans, "fit", autospec=True, side_effect=KMeans.fit)
+        with spy as fit:
+            seen = copied_tensors(fresh_state(config, worker=worker)).items()
+        assert fit.called == (worker.rank == 0), name
+        found |= {f"{name}/{key}": value for key, value in seen}
     return found
-
-
-def late_ranks(worker: GlooWorker) -> dict[str, Tensor]:
-    """What rank 0 computed for longer than a collective waits."""
-    with third_vote() as third:
-
-        def compute() -> dict[str, Tensor]:
-            assert third.wait(100)
-            return {"none": torch.empty(0, 3), "some": torch.arange(6).view(2, 3).T}
-
-        return distributed.compute_on_rank0(compute, CPU)
 
 
 def main(rank: int, world_size: int, folder: Path) -> None:
@@ -286,13 +238,10 @@ def main(rank: int, world_size: int, folder: Path) -> None:
         )
     assert distributed.rank_and_world() == (rank, world_size)
     worker = GlooWorker(rank, world_size)
-    if folder.parent.name == "starts":
-        parts = {"starts": starts(worker)}
-        parts |= {"late": late_ranks(worker)} if world_size > 1 else {}
-        return store(parts, folder / f"{rank}.st", world_size)
     names = [*METHODS, *OWN] if world_size <= 2 else ["plain"]
     parts = {f"method/{name}": two_steps(name, worker) for name in dict.fromkeys(names)}
     parts |= {"jobs": shared_jobs(worker)}
+    parts |= {"starts": starts(worker)} if world_size <= 2 else {}
     parts |= {
         f"metrics/{setting}": evaluated(worker, setting, folder)
         for setting in ("ncd", "gcd")
@@ -412,7 +361,7 @@ def test_workers_equal_one_worker(tmp_path, world_size):
             torch.testing.assert_close(
                 share[name], expected, **exact, msg=f"{name}: {{}}".format
             )
-            if "/extra/" in name or name.startswith("metrics/"):
+            if "/extra/" in name or name.startswith(("metrics/", "starts/")):
                 assert torch.equal(share[name], shares[0][name]), name
             if name.startswith("metrics/"):
                 assert torch.equal(share[name], expected), name
@@ -435,26 +384,6 @@ def test_workers_equal_one_worker(tmp_path, world_size):
                 assert "/model/" not in name or torch.equal(
                     share[name], shares[0][name]
                 ), name
-
-
-@pytest.mark.ray  # several processes
-@pytest.mark.slow
-def test_rank_0_computes_the_clusterings_of_all(tmp_path):
-    """The other ranks get its result, and compute no clustering."""
-    (folder := tmp_path / "starts").mkdir()
-    (whole,), shares = results(2, folder)
-    for name, expected in whole.items():
-        if name.endswith("/fits"):
-            assert expected > 0, name
-            assert [int(share[name]) for share in shares] == [expected, 0], name
-        else:
-            assert torch.equal(shares[0][name], shares[1][name]), name
-            torch.testing.assert_close(
-                shares[0][name], expected, atol=2e-5, rtol=1e-3, msg=name
-            )
-    for share in shares:
-        assert share["late/none"].shape == (0, 3)
-        assert share["late/some"].tolist() == [[0, 3], [1, 4], [2, 5]]
 
 
 if __name__ == "__main__":

@@ -28,17 +28,16 @@ GPU = torch.device("cuda")
 
 @pytest.fixture
 def trained(tmp_path):
-    """``trained(device, num_steps)``: the state after these steps of pretraining and
-    of discovery.
+    """``trained(device, **options)``: the state after some steps of pretraining and of
+    discovery.
     """
 
-    def train(device, num_steps, precision="fp32"):
-        config = small_config(train__max_steps=num_steps, compute__precision=precision)
-        storage, rows = (
-            Storage(str(tmp_path / f"{device}-{precision}")),
-            small_sets()[0].to(device),
-        )
+    def train(device, num_steps=2, **options):
+        options = {"compute__precision": "fp32"} | options
+        config = small_config(train__max_steps=num_steps, **options)
+        storage = Storage(str(tmp_path / f"{device}-{options}"))
         for phase in (run.PRETRAIN, run.DISCOVER):
+            rows = small_sets()[0].to(device)
             state = run.run_phase(config, phase, rows, LocalWorker(device), storage)
         return state
 
@@ -71,10 +70,13 @@ def test_a_run_is_that_of_the_cpu(trained, monkeypatch):
     losses.
     """
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    runs = (CPU, 2), (GPU, 2), (GPU, 2, "bf16")
     here, there, half = (
-        {k: t.cpu() for k, t in copied_tensors(trained(*facts)).items()}
-        for facts in runs
+        {k: t.cpu() for k, t in copied_tensors(state).items()}
+        for state in (
+            trained(CPU),
+            trained(GPU),
+            trained(GPU, compute__precision="bf16"),
+        )
     )
     torch.testing.assert_close(there, here, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(
@@ -84,7 +86,7 @@ def test_a_run_is_that_of_the_cpu(trained, monkeypatch):
 
 def test_the_fused_kernel_skips_a_step_that_is_not_finite(trained):
     """Kills: NaN in weights or momenta, a skip that is not counted."""
-    config, state = small_config(), trained(GPU, 2)
+    config, state = small_config(), trained(GPU)
     state.model.normalize_prototypes_()
     before = [
         tensor.clone() for tensor in (*state.model.parameters(), *momenta_of(state))
@@ -129,18 +131,10 @@ def test_a_recorded_step_is_the_same_step():
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler's imports
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_run_with_recorded_steps_learns(tmp_path, compiled):
+def test_a_run_with_recorded_steps_learns(trained, compiled):
     """Both phases, through the loop: as much as without the recording."""
-    losses = []
-    for name, graph in (("plain", False), ("recorded", True)):
-        config = small_config(
-            train__max_steps=8,
-            compute__cuda_graph=graph,
-            compute__compile=compiled and graph,
-            compute__precision="fp32",
-        )
-        storage, rows = Storage(str(tmp_path / name)), small_sets()[0].to(GPU)
-        for phase in (run.PRETRAIN, run.DISCOVER):
-            state = run.run_phase(config, phase, rows, LocalWorker(GPU), storage)
-        losses.append(state.head_losses)
-    torch.testing.assert_close(*losses, rtol=0.1, atol=0)
+    recorded = {"compute__cuda_graph": True, "compute__compile": compiled}
+    expected, found = (trained(GPU, 8, **options) for options in ({}, recorded))
+    torch.testing.assert_close(
+        found.head_losses, expected.head_losses, rtol=0.1, atol=0
+    )

@@ -33,11 +33,8 @@ def own_part(
     """What head ``i`` has of the stacked tensors, by the names in a network of its
     own.
     """
-    hidden, bn, own = (
-        projector.hidden,
-        projector.bn,
-        slice(i * HIDDEN, (i + 1) * HIDDEN),
-    )
+    hidden, bn = projector.hidden, projector.bn
+    own = slice(i * HIDDEN, (i + 1) * HIDDEN)
     return {
         "0.weight": of(hidden.weight)[own],
         "0.bias": of(hidden.bias)[own],
@@ -128,34 +125,23 @@ def test_layers_start_as_separate_linear_layers_would():
     """Kills: fan-in of the stacked layer (H times too many inputs), zero or unscaled
     initialization.
     """
-    torch.manual_seed(0)
     projector = StackedProjector(8, 64, 256, 128)
-    of_64, of_256 = (
-        (projector.hidden.weight, projector.hidden.bias),
-        (projector.weight, projector.bias),
-    )
-    for weights, bound in ((of_64, 64**-0.5), (of_256, 256**-0.5)):
-        for weight in weights:
+    for layer, num_inputs in ((projector.hidden, 64), (projector, 256)):
+        bound = num_inputs**-0.5
+        for weight in (layer.weight.detach(), layer.bias.detach()):
             assert weight.abs().max() <= bound
-            assert float(weight.detach().std()) == pytest.approx(
-                bound / 3**0.5, rel=0.05
-            )
+            assert float(weight.std()) == pytest.approx(bound / 3**0.5, rel=0.05)
 
 
 def test_cosines_are_float32_under_autocast():
     """bf16 cosines have 3 digits: they flip pseudo-labels. Kills: the cosine layer
     under autocast.
     """
-    head = Prototypes(5, 64)
-    features = torch.randn(32, 64)
+    head, features = Prototypes(5, 64), torch.randn(32, 64)
     exact = head(features)
     with torch.autocast("cpu", torch.bfloat16):
-        found = head(features)
         assert (features @ head.weight.T).dtype == torch.bfloat16  # autocast is on
-    assert found.dtype == torch.float32
-    assert torch.equal(found, exact)
+        assert torch.equal(head(features), exact)
+        logits = small_model()([torch.randn(4, 3, 8, 8)])
     assert head(features.bfloat16()).dtype == torch.float32
-    model = small_model()
-    with torch.autocast("cpu", torch.bfloat16):
-        logits = model([torch.randn(4, 3, 8, 8)])
-    assert all(part.dtype == torch.float32 for part in logits[:3])
+    assert {part.dtype for part in (exact, *logits[:3])} == {torch.float32}

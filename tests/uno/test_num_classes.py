@@ -31,7 +31,11 @@ def classes(num_classes, rows=60, dims=24, noise=0.5, seed=0):
 
 def task(num_known, num_novel, gcd=False, **changes):
     """Return labeled rows, their labels and unlabeled rows of separate classes."""
-    rows, truth = classes(num_known + num_novel, **changes)
+    return divide(*classes(num_known + num_novel, **changes), num_known, gcd)
+
+
+def divide(rows, truth, num_known, gcd):
+    """Return labeled rows, their labels and unlabeled rows."""
     is_labeled = truth < num_known
     if gcd:
         is_labeled &= torch.arange(len(truth)) % 2 == 0
@@ -75,15 +79,8 @@ def test_a_few_outliers_are_no_class():
 
 @pytest.mark.parametrize("gcd", [False, True])
 def test_the_digits_as_pixels_have_their_number_in_the_interval(gcd):
-    digits = load_digits()
-    truth = torch.tensor(digits.target)
-    rows = torch.tensor(digits.data, dtype=torch.float32)
-    is_labeled = truth < 5
-    if gcd:
-        is_labeled &= torch.arange(len(truth)) % 2 == 0
-    found = estimate_num_classes(
-        rows[is_labeled], truth[is_labeled], rows[~is_labeled], gcd, seed=0
-    )
+    rows, truth = map(torch.tensor, load_digits(return_X_y=True))
+    found = estimate_num_classes(*divide(rows.float(), truth, 5, gcd), gcd, seed=0)
     assert found.low <= 5 <= found.high <= 8
 
 
@@ -115,10 +112,18 @@ def test_every_fold_hides_other_classes_and_leaves_some():
         assert all(0 < len(fold) < num_known for fold in folds)
 
 
-def test_the_interval_is_the_shortest_and_then_the_most_probable():
-    assert shortest_interval(np.array([0.3, 0.1, 0.1, 0.3, 0.2]), 0.4) == (5, 6)
-    assert shortest_interval(np.array([0.05, 0.9, 0.05]), 0.9) == (3, 3)
-    assert shortest_interval(np.array([1.0]), 0.9) == (2, 2)
+@pytest.mark.parametrize(
+    ("probabilities", "level", "expected"),
+    [
+        ([0.3, 0.1, 0.1, 0.3, 0.2], 0.4, (5, 6)),
+        ([0.05, 0.9, 0.05], 0.9, (3, 3)),
+        ([1.0], 0.9, (2, 2)),
+    ],
+)
+def test_the_interval_is_the_shortest_and_then_the_most_probable(
+    probabilities, level, expected
+):
+    assert shortest_interval(np.array(probabilities), level) == expected
 
 
 def test_probabilities_follow_from_the_odds_to_stop():
@@ -132,42 +137,36 @@ def test_a_model_that_was_fitted_finds_numbers_again():
     """One sign jumps at the true number, another one is noise."""
     random = np.random.default_rng(0)
 
-    def draw(count):
-        truth = random.integers(2, 10, count).tolist()
-        signs = [
-            np.column_stack(
-                [
-                    (np.arange(2, 14) >= number) * 3 + random.normal(0, 0.5, 12),
-                    random.normal(0, 1, 12),
-                ]
-            )
-            for number in truth
-        ]
-        return signs, truth
+    def draw_signs(number):
+        jumps = 3 * (np.arange(2, 14) >= number) + random.normal(0, 0.5, 12)
+        return np.column_stack([jumps, random.normal(0, 1, 12)])
 
-    model = fit_model(*draw(200), level=0.9)
+    truth = random.integers(2, 10, 400).tolist()
+    signs = [draw_signs(number) for number in truth]
+    model = fit_model(signs[:200], truth[:200], level=0.9)
     assert abs(model.weights[1]) < 0.3 < model.weights[0]
-    signs, truth = draw(200)
-    found = [model(own) for own in signs]
-    inside = [e.low <= t <= e.high for e, t in zip(found, truth, strict=True)]
-    assert np.mean(inside) > 0.88
-    exact = [e.num_novel == t for e, t in zip(found, truth, strict=True)]
-    assert np.mean(exact) > 0.9
+    found = [(model(signs[i]), truth[i]) for i in range(200, 400)]
+    assert np.mean([e.low <= number <= e.high for e, number in found]) > 0.88
+    assert np.mean([e.num_novel == number for e, number in found]) > 0.9
 
 
-def test_class_f1_by_hand():
+@pytest.mark.parametrize(
+    ("table", "totals", "expected"),
+    [
+        ([[10, 0, 0], [0, 10, 0]], [10, 10, 30], 1),
+        ([[10, 0], [0, 10]], [40, 10], (20 / 50 + 1) / 2),
+        ([[5, 5, 0]], [5, 5, 9], 10 / 15),
+        ([[6, 5], [6, 0]], [12, 5], (10 / 16 + 12 / 18) / 2),
+    ],
+)
+def test_class_f1_by_hand(table, totals, expected):
     """Kills: accuracy for F1 (unlabeled rows that join cost nothing), greedy
     pairing, plain counts.
     """
-    assert class_f1(np.array([[10, 0, 0], [0, 10, 0]]), np.array([10, 10, 30])) == 1
-    assert class_f1(np.array([[10, 0], [0, 10]]), np.array([40, 10])) == pytest.approx(
-        (20 / 50 + 1) / 2
-    )
-    assert class_f1(np.array([[5, 5, 0]]), np.array([5, 5, 9])) == pytest.approx(
-        10 / 15
-    )
-    table, totals = np.array([[6, 5], [6, 0]]), np.array([12, 5])
-    assert class_f1(table, totals) == pytest.approx((10 / 16 + 12 / 18) / 2)
+    assert class_f1(np.array(table), np.array(totals)) == pytest.approx(expected)
+
+
+def test_class_f1_is_that_of_the_best_pairing():
     generator = np.random.default_rng(0)
     for _ in range(20):
         table = generator.integers(0, 9, (3, 5))

@@ -1,5 +1,6 @@
 """Clusters that discovery starts from, against data whose classes are known."""
 
+import copy
 from dataclasses import replace
 
 import numpy as np
@@ -7,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from sklearn.datasets import load_digits
 from torch.nn.functional import normalize
 
 from tests.uno.data.builders import encoded
@@ -19,7 +21,6 @@ from uno.clustering.initialization import (
     training_features,
 )
 from uno.config import override
-from uno.data.files import Storage
 from uno.data.memory import TrainSet
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
@@ -54,18 +55,16 @@ def test_a_mixed_pile_falls_into_its_classes():
     )
     true = truth[~labeled]
     assert torch.equal(start.assignment[true < 4], true[true < 4])
-    novel = [set(start.assignment[true == c].tolist()) for c in range(4, 8)]
-    assert all(len(own) == 1 for own in novel) and set().union(*novel) == {4, 5, 6, 7}
+    pairs = torch.stack([true, start.assignment]).unique(dim=1)
+    assert pairs.shape == (2, 8)  # each class is one cluster
     shares = torch.bincount(start.assignment, minlength=8) / len(true)
     torch.testing.assert_close(start.prior, shares)
     assert shares.min() < 0.06 < 0.25 < shares.max()
     unit = normalize(points, dim=1)
+    means = torch.stack([unit[truth == c].mean(dim=0) for c in range(4)])
+    expected = normalize(means, dim=1)
+    torch.testing.assert_close(start.centers[:4], expected, atol=1e-4, rtol=0)
     torch.testing.assert_close(start.centers.norm(dim=1), torch.ones(8))
-    for c in range(4):
-        mean = unit[truth == c].mean(dim=0)
-        torch.testing.assert_close(
-            start.centers[c], mean / mean.norm(), atol=1e-4, rtol=0
-        )
 
 
 def test_a_novel_pile_has_novel_clusters_alone():
@@ -98,39 +97,30 @@ def test_few_or_equal_rows_are_clustered_too():
         assert float(start.prior.sum()) == pytest.approx(1)
 
 
-def streamed(config, tmp_path):
-    """The small set as one that is not loaded."""
-    task = make_task(read_rows(config.data), config.data)
-    train = streaming_set(config, task, Storage(str(tmp_path)))
-    return replace(train, crop=lambda job: pytest.fail("cropped"))
-
-
-def test_features_of_streamed_rows_are_those_of_resident_ones(tmp_path, monkeypatch):
+def test_features_of_streamed_rows_are_those_of_resident_ones(storage, monkeypatch):
     """In several batches, of a part of the rows. Kills: labels of other rows, training
     rows of another order, an encoder in training mode.
     """
     monkeypatch.setattr("uno.clustering.initialization.MAX_ROWS", 60)
     config = small_config(train__eval_batch_size=16)
+    task = make_task(read_rows(config.data), config.data)
+    streamed = streaming_set(config, task, storage)
+    streamed = replace(streamed, crop=lambda job: pytest.fail("cropped"))
     model = build_network(config, 5, 0, 0).eval()
-    both = [
-        training_features(config, model, train)
-        for train in (small_sets()[0], streamed(config, tmp_path))
-    ]
-    assert [len(part) for part in both[0]] == [60, 60, 60]
-    for resident, streaming in zip(*both, strict=True):
-        torch.testing.assert_close(streaming, resident, atol=1e-5, rtol=1e-5)
+    found = training_features(config, model, streamed)
+    expected = training_features(config, model, small_sets()[0])
+    assert [len(part) for part in expected] == [60, 60, 60]
+    torch.testing.assert_close([*found], [*expected], atol=1e-5, rtol=1e-5)
 
 
-def test_sorted_classes_are_all_looked_at(tmp_path, monkeypatch):
+def test_sorted_classes_are_all_looked_at(tmp_path, storage, monkeypatch):
     """800 streamed digits in row groups of 40. Kills: a few classes of many, because a
     row group has one.
     """
-    rows = read_rows(small_config().data)
-    numbers = np.flatnonzero(rows.is_train)[:800]
-    labels = np.array(rows.labels.to_pylist())[numbers]
-    order = np.argsort(labels, kind="stable")
-    images = [encoded(np.asarray(rows.images[i])) for i in numbers[order]]
-    table = pa.table({"image": pa.array(images, pa.binary()), "label": labels[order]})
+    digits, labels = load_digits(return_X_y=True)
+    rows = np.argsort(labels[:800], kind="stable")
+    images = [encoded((16 * digits[i]).astype("u1").reshape(8, 8)) for i in rows]
+    table = pa.table({"image": pa.array(images, pa.binary()), "label": labels[rows]})
     pq.write_table(table, tmp_path / "train.parquet", row_group_size=40)
     source = {
         "data.source": f"parquet:{tmp_path}",
@@ -140,7 +130,7 @@ def test_sorted_classes_are_all_looked_at(tmp_path, monkeypatch):
     config = override(small_config(), {**source, "data.loading": "streaming"})
     task = make_task(read_rows(config.data), config.data)
     monkeypatch.setattr("uno.clustering.initialization.MAX_ROWS", 20)
-    train = streaming_set(config, task, Storage(str(tmp_path / "run")))
+    train = streaming_set(config, task, storage)
     found = training_features(config, build_network(config, 5, 0, 0).eval(), train)
     assert min(found.labels.bincount(minlength=5).tolist()) >= 3
 
@@ -199,35 +189,26 @@ def test_prototypes_start_at_the_clusters_of_the_features(kind):
     config = small_config(
         model__prototype_init="kmeans", data__setting=kind, model__overcluster_factor=2
     )
-    generator = torch.Generator().manual_seed(0)
-    width = build_network(config, 5, 5, 0).known.weight.shape[1]
-    centers = torch.eye(width)[:10] * 4
-    truth = (
-        torch.arange(5, 10).repeat_interleave(30)
-        if kind == "ncd"
-        else torch.arange(10).repeat(15)
-    )
-    rows = {"labeled": torch.arange(5).repeat(12), "unlabeled": truth}
-    features = {
-        k: centers[c] + torch.randn(len(c), width, generator=generator) / 5
-        for k, c in rows.items()
-    }
-    views = {name: some[:, None].expand(-1, 4, -1) for name, some in features.items()}
-    train = TrainSet(views["labeled"], rows["labeled"], views["unlabeled"], 5, 5)
     model = build_network(config, 5, 5, 1)
+    width = model.known.weight.shape[1]
+    labels = torch.arange(5).repeat(12)
+    truth = torch.arange(5 if kind == "ncd" else 0, 10).repeat_interleave(30)
+    labeled, unlabeled = (
+        4 * torch.eye(width)[classes] + torch.randn(len(classes), width) / 5
+        for classes in (labels, truth)
+    )
+    views = [rows[:, None].expand(-1, 4, -1) for rows in (labeled, unlabeled)]
+    train = TrainSet(views[0], labels, views[1], 5, 5)
+    kept = copy.deepcopy(model)
     extra = init_prototypes_(config, model, train, {})
     assert model.training and ("prior" in extra) == (kind == "gcd")
-    logits = model.eval()([features["unlabeled"]])
-    novel = truth >= 5
+    logits, novel = model.eval()([unlabeled]), truth >= 5
     for head in logits.novel[0]:
         pairs = confusion(truth[novel] - 5, head[novel].argmax(dim=1), 5, 5)
         assert cluster_accuracy(pairs) > 0.95  # at random .4 to .8
-    assert torch.equal(
-        model([features["labeled"]]).known[0].argmax(dim=1), rows["labeled"]
-    )
+    assert torch.equal(model([labeled]).known[0].argmax(dim=1), labels)
     over = logits.over[0][0][novel].argmax(dim=1)  # an overcluster is of one class
     assert purity(confusion(truth[novel] - 5, over, 5, 10)) > 0.95
-    kept = build_network(config, 5, 5, 1)
     before = kept.known.weight.clone()
     init_prototypes_(config, kept, train, {}, keep_known=True)
     assert torch.equal(kept.known.weight, before)

@@ -4,19 +4,20 @@ it.
 
 import copy
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from tests.uno.small_run import (
     CPU,
+    HERE,
     assert_same,
     check_resumes,
     lines,
     small_config,
     small_sets,
 )
+from uno.augment import normalize
 from uno.config import override
 from uno.data.files import Storage
 from uno.data.memory import MemoryBatches
@@ -25,21 +26,17 @@ from uno.model import build_network
 from uno.runs import run
 from uno.runs.checkpoint import load_newest
 from uno.steps import new_state, take_step, with_prefix
-from uno.training import LocalWorker
 
 CONFIG = small_config(
     pretext__epochs=2, pretext__warmup_epochs=1.0, train__batch_size=24
 )
 
 
-def rotation_batches(
-    config=CONFIG, rank: int = 0, world_size: int = 1
-) -> MemoryBatches:
+def rotation_batches(config=CONFIG) -> MemoryBatches:
     train = small_sets()[0]
-    plan = run.plans(
-        config, len(train.labels), len(train.unlabeled_images), world_size
-    )[run.PRETEXT]
-    return MemoryBatches(config, train, plan, rank, world_size)
+    sizes = len(train.labels), len(train.unlabeled_images)
+    plan = run.plans(config, *sizes, 1)[run.PRETEXT]
+    return MemoryBatches(config, train, plan, 0, 1)
 
 
 def test_view_k_is_turned_k_times_and_all_rows_take_part():
@@ -54,41 +51,21 @@ def test_view_k_is_turned_k_times_and_all_rows_take_part():
         for k, view in enumerate(batch.views):
             torch.testing.assert_close(view, torch.rot90(batch.views[0], k, (2, 3)))
         seen += [view.numpy().tobytes() for view in batch.views[0]]
-    train = small_sets()[0]
-    mean, std = (
-        torch.tensor(values).view(3, 1, 1)
-        for values in (still.data.mean, still.data.std)
-    )
-    pixels = (
-        torch.cat([train.labeled_images[:], train.unlabeled_images[:]]).float() / 255
-    )
-    known = {image.numpy().tobytes() for image in (pixels - mean) / std}
+    train, data = small_sets()[0], still.data
+    images = torch.cat([train.labeled_images[:], train.unlabeled_images[:]])
+    rows = normalize(images / 255, data.mean, data.std)
+    known = {row.numpy().tobytes() for row in rows}
     assert len(seen) == 192 and len(set(seen) & known) >= 0.9 * 192
-
-
-def test_shares_of_the_workers_are_the_global_batch():
-    """Kills: views drawn per rank, rows that change places between the kinds."""
-    whole = {view.numpy().tobytes() for view in torch.cat(rotation_batches()(3).views)}
-    shares = [rotation_batches(rank=rank, world_size=2)(3) for rank in (0, 1)]
-    assert {
-        view.numpy().tobytes() for share in shares for view in torch.cat(share.views)
-    } == whole
-    assert not any(
-        torch.equal(a, b) for a, b in zip(shares[0].views, shares[1].views, strict=True)
-    )
 
 
 def test_the_step_tells_turns_apart():
     """Kills: labels in the order of rows, one view only, a temperature left out."""
     model = build_network(CONFIG, 4, 0, 0).train()
-    state, batch = (
-        new_state(model, model, CONFIG.pretext, CPU, False),
-        rotation_batches()(0),
-    )
-    known = copy.deepcopy(model)(rotation.turn_views(batch).views).known.detach()
-    expected = np.mean(
-        [float(F.cross_entropy(known[k] / 0.1, torch.full((24,), k))) for k in range(4)]
-    )
+    state = new_state(model, model, CONFIG.pretext, CPU, False)
+    batch = rotation_batches()(0)
+    logits = copy.deepcopy(model)(rotation.turn_views(batch).views).known.detach() / 0.1
+    turns = torch.arange(4).repeat_interleave(24)
+    expected = float(F.cross_entropy(logits.flatten(0, 1), turns))
     found = [
         float(take_step(rotation.loss, state, batch, CONFIG, 0.05)) for _ in range(20)
     ]
@@ -106,10 +83,6 @@ def test_pretraining_starts_from_it_and_everything_resumes_to_the_bit(tmp_path):
     stored = load_newest(whole, run.PRETEXT)
     assert stored.step == 2 * (200 // 24) and lines(whole)[0]["phase"] == "pretext"
     still = override(config, {"pretrain.epochs": 0})
-    start = run.pretrain(
-        still, small_sets()[0], LocalWorker(CPU), Storage(str(tmp_path / "still"))
-    )
-    assert_same(
-        dict(start.model.encoder.state_dict()),
-        with_prefix(stored.tensors, "model/encoder."),
-    )
+    start = run.pretrain(still, small_sets()[0], HERE, Storage(str(tmp_path / "still")))
+    expected = with_prefix(stored.tensors, "model/encoder.")
+    assert_same(dict(start.model.encoder.state_dict()), expected)

@@ -33,6 +33,7 @@ from uno.runs import run
 
 GOLDEN = Path(__file__).parent / "golden"
 CONFIG = small_config()
+PROTOTYPES = {f"model/{name}.weight" for name in ("known", "novel", "over")}
 
 
 def curve(phase: str) -> dict[str, list[float]]:
@@ -63,12 +64,8 @@ def curve(phase: str) -> dict[str, list[float]]:
         if parameter.ndim == 1:  # scales and shifts of BatchNorm, biases
             parameter.data.round_()
         else:
-            weights = (
-                generator.uniform(-1, 1, parameter.shape)
-                * 3
-                / parameter[0].numel() ** 0.5
-            )
-            parameter.data.copy_(torch.from_numpy(weights))
+            weights = torch.from_numpy(generator.uniform(-1, 1, parameter.shape))
+            parameter.data.copy_(weights * 3 / parameter[0].numel() ** 0.5)
     # as run.py does; recorded without
     state.model.to(memory_format=torch.channels_last)
     step = discovery_step if phase == run.DISCOVER else pretrain_step
@@ -83,8 +80,8 @@ def curve(phase: str) -> dict[str, list[float]]:
 @pytest.mark.parametrize("phase", [run.PRETRAIN, run.DISCOVER])
 def test_golden_curve(phase):
     """Anything that changes the numbers of a run changes this curve: data order, views,
-    network, objective, optimizer. To record it anew, on purpose and with a line in the
-    CHANGELOG:
+    network, prototypes that are normalized before the forward pass, objective,
+    optimizer. To record it anew, on purpose and with a line in the CHANGELOG:
 
         python -m tests.uno.test_steps
     """
@@ -113,37 +110,18 @@ def test_loss_is_the_mean_of_both_families_and_all_heads(overcluster_factor):
         logits = copy.deepcopy(state.model)(batch.views)
     known, labels = logits.known.numpy(), batch.labels.numpy()
     options = {"epsilon": 0.05, "num_iters": 3, "aggregation": "swap", "hard": False}
-    families = [logits.novel] if logits.over is None else [logits.novel, logits.over]
-    losses = []
-    for heads in (family.numpy().transpose(1, 0, 2, 3) for family in families):
-        targets = [targets_of(head, len(labels), 2, options) for head in heads]
-        losses.append(
-            [
-                classify_failure(known, h, labels, t, 0.1, True)
-                for h, t in zip(heads, targets, strict=True)
-            ]
-        )
-    found = discovery_step(state, batch, config, 0.1)
-    assert float(found) == pytest.approx(np.mean(losses), rel=1e-4)
-    *heads, count = state.epoch_losses.tolist()
-    assert heads == pytest.approx(losses[0], rel=1e-4)
-    assert (
-        state.window_loss.tolist() == [pytest.approx(float(found)), 1]
-        and count == 1
-        and state.step == 1
-    )
 
+    def loss_of(head):
+        targets = targets_of(head, len(labels), 2, options)
+        return classify_failure(known, head, labels, targets, 0.1, True)
 
-def test_prototypes_are_normalized_before_the_forward():
-    """Kills: normalizing after the step, or only some families."""
-    batch, losses = batches_of(CONFIG)(0), []
-    for scale in (1, 3):
-        state = fresh_state(CONFIG)
-        with torch.no_grad():
-            for head in (state.model.known, state.model.novel, state.model.over):
-                head.weight.mul_(scale)
-        losses.append(float(discovery_step(state, batch, CONFIG, 0.1)))
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    families = [family for family in (logits.novel, logits.over) if family is not None]
+    losses = [[loss_of(h.numpy()) for h in family.unbind(1)] for family in families]
+    found = float(discovery_step(state, batch, config, 0.1))
+    assert found == pytest.approx(np.mean(losses), rel=1e-4)
+    assert state.epoch_losses.tolist() == pytest.approx([*losses[0], 1], rel=1e-4)
+    assert state.window_loss.tolist() == pytest.approx([found, 1])
+    assert state.step == 1
 
 
 def test_unlabeled_rows_of_a_mixed_pile_choose_among_all_outputs():
@@ -190,19 +168,16 @@ def test_a_step_on_a_mixed_pile_teaches_known_prototypes_by_unlabeled_rows(prior
     """
     config = small_config(data__setting="gcd", objective__class_prior=prior)
     state, batch = fresh_state(config), batches_of(config)(0)
-    assert state.extra["prior"].shape == (10,) and float(
-        state.extra["prior"].sum()
-    ) == pytest.approx(1)
-    assert (prior == "uniform") == bool(
-        (state.extra["prior"] == state.extra["prior"][0]).all()
-    )
-    assert "extra/prior" in copied_tensors(state)
+    stored = copied_tensors(state)["extra/prior"]
+    assert stored.shape == (10,)
+    assert float(stored.sum()) == pytest.approx(1)
+    assert (prior == "uniform") == bool((stored == stored[0]).all())
     plain = fresh_state(small_config())  # where the labeled rows alone teach them
     assert "prior" not in plain.extra
     losses = [float(discovery_step(s, batch, config, 0.1)) for s in (state, plain)]
     assert losses[0] != pytest.approx(losses[1], rel=1e-3)
-    known = [s.model.known.weight.grad for s in (state, plain)]
-    assert (known[0] - known[1]).abs().max() > 1e-3
+    known, alone = (s.model.known.weight.grad for s in (state, plain))
+    assert (known - alone).abs().max() > 1e-3
 
 
 @pytest.mark.release  # half a minute on processors that only emulate it
@@ -217,11 +192,10 @@ def test_bfloat16_follows_the_curve_of_float32():
     for autocast in (False, True):
         state = fresh_state(config)
         state.autocast = autocast
-        curves.append(
-            [float(discovery_step(state, batches(i), config, 0.02)) for i in range(20)]
-        )
+        losses = [discovery_step(state, batches(i), config, 0.02) for i in range(20)]
+        curves.append(np.array([float(loss) for loss in losses]))
     assert all(p.dtype == torch.float32 for p in state.model.parameters())
-    single, half = np.array(curves)
+    single, half = curves
     assert half[0] == pytest.approx(single[0], rel=0.03)
     assert (single != half).all()
     np.testing.assert_allclose(half, single, rtol=0.15)
@@ -248,70 +222,54 @@ def test_a_step_with_a_non_finite_gradient_is_skipped(good_steps, value):
     for step in range(good_steps):
         discovery_step(state, batches(step), CONFIG, 0.1)
     state.model.normalize_prototypes_()
-    before = copied_tensors(state)
-    remove = poison(state.model, value)
+
+    def kept():
+        weights = {f"model/{name}" for name, _ in state.model.named_parameters()}
+        return {
+            name: tensor
+            for name, tensor in copied_tensors(state).items()
+            if name in weights or name.startswith(("optimizer/", "epoch_", "window_"))
+        }
+
+    before, remove = kept(), poison(state.model, value)
     discovery_step(state, batches(good_steps), CONFIG, 0.1)
     remove()
-    after = copied_tensors(state)
-    kept = [
-        name
-        for name in before
-        if name.startswith("optimizer/") or name in ("epoch_losses", "window_loss")
-    ]
-    kept += [f"model/{name}" for name, _ in state.model.named_parameters()]
-    for name in kept:  # normalizing prototypes twice moves them by an ulp
-        atol = (
-            1e-6
-            if name in ("model/known.weight", "model/novel.weight", "model/over.weight")
-            else 0
-        )
-        torch.testing.assert_close(after[name], before[name], atol=atol, rtol=0)
-    assert (int(state.skipped), state.step) == (1, good_steps + 1)
-    loss = discovery_step(state, batches(good_steps + 1), CONFIG, 0.1)
-    assert torch.isfinite(loss).all()
-    assert all(
-        torch.isfinite(tensor).all()
-        for name, tensor in copied_tensors(state).items()
-        if name in kept
-    )
-    assert int(state.skipped) == 1
-    assert not torch.equal(
-        state.model.encoder.conv1.weight, after["model/encoder.conv1.weight"]
-    )
+    after = kept()
+    for name, tensor in before.items():  # normalizing twice moves prototypes by an ulp
+        atol = 1e-6 if name in PROTOTYPES else 0
+        torch.testing.assert_close(after[name], tensor, atol=atol, rtol=0)
+    discovery_step(state, batches(good_steps + 1), CONFIG, 0.1)
+    assert (int(state.skipped), state.step) == (1, good_steps + 2)
+    assert all(tensor.isfinite().all() for tensor in kept().values())
+    name = "model/encoder.conv1.weight"
+    assert not torch.equal(kept()[name], after[name])
 
 
-@pytest.mark.parametrize("unlabeled_known_fraction", [0.0, 0.5])
-def test_permuted_hidden_labels_change_no_training_tensor(unlabeled_known_fraction):
+@pytest.mark.parametrize("setting", ["ncd", "gcd"])
+def test_permuted_hidden_labels_change_no_training_tensor(setting):
     """The truth of novel rows is permuted among them, in the GCD setting that of all
     unlabeled rows. Kills: any look at novel labels: in the split, the order of rows,
     the mask of unlabeled rows, the batches, the prior.
     """
-    run_config = small_config(
-        data__setting="gcd" if unlabeled_known_fraction else "ncd"
-    )
-    changes = {"limit": None, "unlabeled_known_fraction": unlabeled_known_fraction}
-    config, states, truths = run_config.data.model_copy(update=changes), [], []
-    for permute in (False, True):
-        rows = read_rows(config)
-        if permute:
-            labels = np.array(rows.labels.to_pylist())
-            novel = np.flatnonzero(labels >= "5")
-            labels[novel] = labels[np.random.default_rng(0).permutation(novel)]
-            rows = replace(rows, labels=make_labels(labels.tolist()))
-        task = make_task(rows, config)
-        if permute and unlabeled_known_fraction:
-            hidden = np.flatnonzero(task.is_train & (task.labels < 0))
-            task.eval_labels[hidden] = np.random.default_rng(0).permutation(
-                task.eval_labels[hidden]
-            )
-        images, reasons = decode_many(task.rows.images, config.stored_size, 1)
+    config, states, truths = small_config(data__setting=setting), [], []
+    fraction = 0.5 if setting == "gcd" else 0.0
+    changes = {"limit": None, "unlabeled_known_fraction": fraction}
+    data = config.data.model_copy(update=changes)
+    for permute in (np.copy, np.random.default_rng(0).permutation):
+        rows = read_rows(data)
+        labels = np.array(rows.labels.to_pylist())
+        novel = labels >= "5"
+        labels[novel] = permute(labels[novel])
+        task = make_task(replace(rows, labels=make_labels(labels.tolist())), data)
+        if setting == "gcd":
+            hidden = task.is_train & (task.labels < 0)
+            task.eval_labels[hidden] = permute(task.eval_labels[hidden])
+        images, reasons = decode_many(task.rows.images, data.stored_size, 1)
         train = assemble(task, images, ok_mask(reasons))
-        state, batches = (
-            fresh_state(run_config, train=train),
-            batches_of(run_config, train=train),
-        )
+        state = fresh_state(config, train=train)
+        batches = batches_of(config, train=train)
         for step in range(2):
-            discovery_step(state, batches(step), run_config, 0.1)
+            discovery_step(state, batches(step), config, 0.1)
         states.append(copied_tensors(state))
         truths.append(task.eval_labels)
     assert (truths[0] != truths[1]).sum() > 500  # the permutation was one

@@ -1,17 +1,14 @@
 """The loop: resume to the bit, best head, non-finite steps, checkpoints."""
 
-import logging
 import random
-import threading
-import time
-from types import SimpleNamespace
+from threading import Event, Timer
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
 from tests.uno.small_run import (
-    CLOCKED,
     CPU,
     HERE,
     StopAt,
@@ -23,14 +20,14 @@ from tests.uno.small_run import (
     fresh_state,
     lines,
     small_config,
+    without_clock,
 )
 from tests.uno.test_steps import poison
 from uno import training
 from uno.data.files import Storage
-from uno.errors import Interrupted, NumericsError, StorageError
+from uno.errors import Interrupted, NumericsError
 from uno.runs import run
 from uno.runs.checkpoint import checkpoint_steps, load_checkpoint, load_newest
-from uno.runs.journal import Journal
 from uno.training import MAX_SKIPPED_STEPS, LocalWorker, Phase, fit
 
 CONFIG = small_config()  # discovery: 3 epochs of 6 steps; pretraining: 3 of 3
@@ -52,12 +49,23 @@ def discover(
     max_steps=None,
 ):
     """The discovery phase from random weights; returns its final tensors."""
-    state, phase = (
-        fresh_state(config),
-        Phase(run.DISCOVER, config.discover, 6, 32, max_steps, step),
-    )
+    state = fresh_state(config)
+    phase = Phase(run.DISCOVER, config.discover, 6, 32, max_steps, step)
     fit(config, phase, state, batches or batches_of(config), worker, storage)
     return copied_tensors(state)
+
+
+def batches_with(action, at):
+    """The batches of discovery; ``action`` is called once, before that of step
+    ``at``.
+    """
+    batches, actions = batches_of(CONFIG), {at: action}
+
+    def get_batch(step):
+        actions.pop(step, int)()
+        return batches(step)
+
+    return get_batch
 
 
 def assert_ends_as(clean, storage: Storage) -> None:
@@ -81,11 +89,9 @@ def test_a_stopped_run_resumes_to_the_bit(storage, clean, stop):
     the mean of a line or an epoch started anew, randomness that depends on the process,
     lines written twice, a step repeated.
     """
-    with pytest.raises(
-        Interrupted, match=f"stopped at discover step {stop} of 18; resume"
-    ) as caught:
+    line = f"stopped at discover step {stop} of 18; resume"
+    with pytest.raises(Interrupted, match=line):
         discover(storage, worker=StopAt(stop))
-    assert caught.value.exit_code == 75
     assert load_newest(storage, run.DISCOVER).step == stop
     assert_ends_as(clean, storage)
 
@@ -97,45 +103,22 @@ def test_a_crashed_run_resumes_to_the_bit(storage, clean, crash):
     """Kills: lines after the last checkpoint kept and written again, a checkpoint of
     a later state.
     """
-    batches = batches_of(CONFIG)
-
-    def failing(step):
-        if step == crash:
-            raise RuntimeError("power cut")
-        return batches(step)
-
+    power_cut = Mock(side_effect=RuntimeError("power cut"))
     with pytest.raises(RuntimeError, match="power cut"):
-        discover(storage, batches=failing)
-    assert checkpoint_steps(storage, run.DISCOVER) == [
-        step for step in (6, 12) if step <= crash
-    ]
-    assert_ends_as(clean, storage)
-
-
-def test_a_run_whose_disk_fills_resumes_to_the_bit(storage, clean, monkeypatch):
-    """Kills: an older checkpoint lost by the write that failed."""
-    write = Storage.write
-
-    def full(self, name, data):
-        if "step_00000012" in name:
-            raise StorageError("cannot write: No space left on device")
-        write(self, name, data)
-
-    monkeypatch.setattr(Storage, "write", full)
-    with pytest.raises(StorageError, match="No space left"):
-        discover(storage)
-    monkeypatch.undo()
-    assert checkpoint_steps(storage, run.DISCOVER) == [6]
+        discover(storage, batches=batches_with(power_cut, at=crash))
+    expected = [step for step in (6, 12) if step <= crash]
+    assert checkpoint_steps(storage, run.DISCOVER) == expected
     assert_ends_as(clean, storage)
 
 
 @pytest.fixture
 def store(monkeypatch):
-    """An object store that begins to write the checkpoint of step 6 when
-    ``may_write`` is set.
+    """An object store that writes the checkpoint of step 6 only after ``may_write``
+    is set; ``let_write_soon`` sets it a moment later.
     """
     store, store_write = Storage("mock:///run"), Storage.write
-    store.may_write = threading.Event()
+    store.may_write = Event()
+    store.let_write_soon = Timer(0.3, store.may_write.set).start
 
     def write(self, name, data):
         late = self is store and "step_00000006" in name
@@ -150,23 +133,11 @@ def test_an_object_store_is_written_to_while_training_continues(store, storage, 
     """Kills: ranks that wait for an upload, one of what is there at its end, a phase
     that ends before.
     """
-    config, batches = small_config(train__keep_checkpoints=9), batches_of(CONFIG)
-    discover(
-        store,
-        config,
-        batches=lambda step: (step == 9 and store.may_write.set(), batches(step))[1],
-    )
-    assert (
-        checkpoint_steps(store, run.DISCOVER) == [6, 12, 18]
-        and lines(store) == clean[1]
-    )
-
-    def checked(step):
-        # on a disk it is there at once
-        assert step != 6 or checkpoint_steps(storage, run.DISCOVER) == [6]
-        return batches(step)
-
-    discover(storage, config, batches=checked)
+    config = small_config(train__keep_checkpoints=9)
+    discover(store, config, batches=batches_with(store.may_write.set, at=9))
+    assert checkpoint_steps(store, run.DISCOVER) == [6, 12, 18]
+    assert lines(store) == clean[1]
+    discover(storage, config)
     for step in (6, 18):
         there, here = (
             load_checkpoint(place, run.DISCOVER, step).tensors
@@ -175,44 +146,28 @@ def test_an_object_store_is_written_to_while_training_continues(store, storage, 
         assert_same(there, here)
 
 
-def test_what_needs_a_checkpoint_waits_for_its_upload(store, clean, monkeypatch):
-    """A roll-back, and the next checkpoint. Kills: a roll-back to an older one or to
-    none; uploads that wait until they fill the memory.
-    """
-    saved, flush, save = [], Journal.flush, training.save_checkpoint
-    monkeypatch.setattr(
-        Journal, "flush", lambda self: (saved and store.may_write.set(), flush(self))
-    )
-    monkeypatch.setattr(
-        training,
-        "save_checkpoint",
-        lambda *args: (saved.append(args[2].step), save(*args)),
-    )
-    found = discover(
-        store, small_config(train__log_every=1), step=failing_at(range(7, 11))
-    )
+def test_a_roll_back_waits_for_the_upload_of_its_checkpoint(store, clean):
+    """Kills: a roll-back to an older checkpoint or to none."""
+    config = small_config(train__log_every=1)
+    batches = batches_with(store.let_write_soon, at=10)
+    found = discover(store, config, failing_at(range(7, 11)), batches)
     assert_same(found | {"window_loss": clean[0]["window_loss"]}, clean[0])
-    store.delete("checkpoints")
-    store.may_write.clear()
-    saved.clear()
-    monkeypatch.setattr(
-        training,
-        "save_checkpoint",
-        lambda *args: (saved.append(store.may_write.is_set()), save(*args)),
-    )
-    with pytest.raises(Interrupted):
-        discover(store, worker=StopAt(8))
-    assert saved == [False, True] and checkpoint_steps(store, run.DISCOVER) == [6, 8]
 
 
-def test_a_damaged_newest_checkpoint_costs_one_interval(storage, clean, caplog):
-    """Kills: a run that starts over, or from damaged weights."""
+def test_a_checkpoint_waits_for_the_upload_of_the_one_before(store, monkeypatch):
+    """Kills: uploads that wait until they fill the memory."""
+    was_uploaded, save = [], training.save_checkpoint
+
+    def save_checkpoint(*args):
+        was_uploaded.append(store.may_write.is_set())
+        save(*args)
+
+    monkeypatch.setattr(training, "save_checkpoint", save_checkpoint)
+    batches = batches_with(store.let_write_soon, at=7)
     with pytest.raises(Interrupted):
-        discover(storage, worker=StopAt(14))
-    name = "checkpoints/discover/step_00000014.safetensors"
-    storage.write(name, storage.read(name)[:-100])
-    assert_ends_as(clean, storage)
-    assert "skipping checkpoint checkpoints/discover/step_00000014" in caplog.text
+        discover(store, batches=batches, worker=StopAt(8))
+    assert was_uploaded == [False, True]
+    assert checkpoint_steps(store, run.DISCOVER) == [6, 8]
 
 
 @pytest.mark.slow
@@ -224,29 +179,36 @@ def test_both_phases_resume_to_the_bit(tmp_path):
 def test_a_finished_phase_is_not_trained_again(clean):
     """Kills: a step after the end, a journal that grows."""
     tensors, _, storage = clean
-    before = storage.read("metrics.jsonl")
-
-    def never(*args):
-        raise AssertionError("trained a finished phase")
-
-    assert_same(discover(storage, step=never), tensors)
+    before, step = storage.read("metrics.jsonl"), Mock()
+    assert_same(discover(storage, step=step), tensors)
     assert storage.read("metrics.jsonl") == before
+    step.assert_not_called()
 
 
-def test_a_long_epoch_is_saved_within(storage, clean, monkeypatch):
+class Clock:
+    """A clock that a step moves by ``step_seconds``."""
+
+    now, step_seconds, get_batch = 0.0, 60.0, staticmethod(batches_of(CONFIG))
+
+    def batches(self, step):
+        self.now += self.step_seconds
+        return self.get_batch(step)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(training.time, "monotonic", lambda: clock.now)
+    return clock
+
+
+def test_a_long_epoch_is_saved_within(storage, clean, clock):
     """A minute a step, lines at every fourth and at epochs' ends. Kills: epochs alone,
     a checkpoint of each line or between two, a clock that goes on from the checkpoint
     before.
     """
-    clock = [0.0]
-    monkeypatch.setattr(training.time, "monotonic", lambda: clock[0])
-
-    def step(*args):
-        clock[0] += 60
-        return discovery_step(*args)
-
     config = small_config(train__checkpoint_every_minutes=3, train__keep_checkpoints=9)
-    found = discover(storage, config, step=step)
+    found = discover(storage, config, batches=clock.batches)
     assert checkpoint_steps(storage, run.DISCOVER) == [4, 6, 12, 16, 18]
     assert_same(found | {"window_loss": clean[0]["window_loss"]}, clean[0])
 
@@ -284,47 +246,33 @@ def test_lines_are_what_was_trained(storage):
 
     discover(storage, step=recorded, worker=LocalWorker(CPU, reported.append))
     found = lines(storage)
-    assert [line["step"] for line in found] == [4, 6, 8, 12, 16, 18]
-    assert [line["event"] for line in found] == [
-        "step",
-        "epoch",
-        "step",
-        "epoch",
-        "step",
-        "epoch",
+    assert [(line["event"], line["epoch"], line["step"]) for line in found] == [
+        ("step", 1, 4),
+        ("epoch", 1, 6),
+        ("step", 2, 8),
+        ("epoch", 2, 12),
+        ("step", 3, 16),
+        ("epoch", 3, 18),
     ]
-    assert [line["epoch"] for line in found] == [1, 1, 2, 2, 3, 3]
-    for start, line in zip([0, 4, 6, 8, 12, 16], found, strict=True):
-        assert line["loss"] == pytest.approx(
-            np.mean(losses[start : line["step"]]), rel=1e-6
-        )
-    told = [line["step"] for line in reported if "loss" not in line]
-    reported = [line for line in reported if "loss" in line]
-    assert told == [1]  # and no slow step after it
-    assert [
-        {k: v for k, v in r.items() if not CLOCKED.match(k)} for r in reported
-    ] == found
-    assert all(line["images_per_s"] > 0 for line in reported)
+    means = [np.mean(part) for part in np.split(losses, [4, 6, 8, 12, 16])]
+    assert [line["loss"] for line in found] == pytest.approx(means, rel=1e-6)
+    first, *others = reported  # and no slow step after the first one
+    assert first["step"] == 1
+    assert all(line["images_per_s"] > 0 for line in others)
+    assert [without_clock(line) for line in others] == found
 
 
-def test_slow_steps_are_told_between_two_lines(storage, monkeypatch):
+def test_slow_steps_are_told_between_two_lines(storage, clock):
     """An ETA needs two. Kills: 50 steps of a minute in silence, a line at every
     step, one in the journal.
     """
-    clock, reported = [0.0], []
-    monkeypatch.setattr(
-        "uno.training.time",
-        SimpleNamespace(monotonic=lambda: clock[0], perf_counter=time.time),
-    )
-
-    def slow(state, *args):
-        clock[0] += 6
-        scripted([[1.0, 1.0]] * 18)(state, *args)
-
+    reported = []
+    clock.step_seconds = 6
     discover(
         storage,
         small_config(train__log_every=50),
-        step=slow,
+        step=scripted([[1.0, 1.0]] * 18),
+        batches=clock.batches,
         worker=LocalWorker(CPU, reported.append),
     )
     assert [line["step"] for line in reported] == [1, 3, 5, 6, 8, 10, 12, 14, 16, 18]
@@ -347,36 +295,15 @@ def test_best_head_has_the_lowest_loss_over_the_last_epoch(storage):
     though not in its last step. Kills: a tracker never reset, one read after it was
     cleared, the last step's loss, the highest.
     """
-    per_step = [[1.0, 5.0]] * 12 + [[4.0, 2.0]] * 5 + [[1.0, 2.5]]
-    found = discover(storage, step=scripted(per_step))
-    assert found["head_losses"].tolist() == pytest.approx([3.5, 12.5 / 6])
-    assert found["epoch_losses"].tolist() == [0, 0, 0]
-    assert torch.equal(
-        load_newest(storage, run.DISCOVER).tensors["head_losses"], found["head_losses"]
-    )
-    per_epoch = [
-        line["head_losses"] for line in lines(storage) if "head_losses" in line
-    ]
-    assert per_epoch == [
-        [1.0, 5.0],
-        [1.0, 5.0],
-        [pytest.approx(3.5), pytest.approx(12.5 / 6)],
-    ]
+    discover(storage, step=scripted([[1, 5]] * 12 + [[4, 2]] * 5 + [[1, 2.5]]))
+    stored = load_newest(storage, run.DISCOVER).tensors
+    last = pytest.approx([3.5, 12.5 / 6])
+    assert stored["head_losses"].tolist() == last
+    assert stored["epoch_losses"].tolist() == [0, 0, 0]
+    told = [line["head_losses"] for line in lines(storage) if "head_losses" in line]
+    assert told == [[1, 5], [1, 5], last]
     model, best_head = run.load_trained(CONFIG, storage, 5, 5)
     assert best_head == 1 and not model.training
-
-
-def test_an_interrupted_epoch_keeps_the_last_finished_one(storage):
-    """Kills: head losses of a few steps taken for an epoch's, or lost when the run
-    is stopped.
-    """
-    per_step = [[1.0, 5.0]] * 6 + [[9.0, 2.0]] * 12
-    with pytest.raises(Interrupted):
-        discover(storage, step=scripted(per_step), worker=StopAt(8))
-    stored = load_newest(storage, run.DISCOVER).tensors
-    assert stored["head_losses"].tolist() == [1, 5]
-    assert stored["epoch_losses"].tolist() == [18, 4, 2]
-    assert discover(storage, step=scripted(per_step))["head_losses"].tolist() == [9, 2]
 
 
 def failing_at(steps, kind: str = "gradient", times: int = 1):
@@ -406,45 +333,30 @@ def failing_at(steps, kind: str = "gradient", times: int = 1):
 
 
 def all_checkpoints_are_finite(storage: Storage) -> bool:
-    stored = (
-        load_checkpoint(storage, run.DISCOVER, s)
-        for s in checkpoint_steps(storage, run.DISCOVER)
-    )
-    return all(
-        tensor.isfinite().all() for one in stored for tensor in one.tensors.values()
-    )
+    steps = checkpoint_steps(storage, run.DISCOVER)
+    stored = [load_checkpoint(storage, run.DISCOVER, step).tensors for step in steps]
+    return all(t.isfinite().all() for tensors in stored for t in tensors.values())
 
 
 def test_one_bad_step_is_skipped_and_counted(storage, caplog):
     """Kills: a NaN in the loss line or the head losses, a roll-back for a single
     step, silence.
     """
-    with caplog.at_level(logging.WARNING):
-        found = discover(
-            storage, small_config(train__log_every=1), step=failing_at([0, 9])
-        )
-    assert found["skipped"] == 2 and all(
-        tensor.isfinite().all() for tensor in found.values()
-    )
-    written = lines(storage)
-    assert written[-1]["skipped_steps"] == 2
+    found = discover(storage, small_config(train__log_every=1), step=failing_at([0, 9]))
+    assert found["skipped"] == lines(storage)[-1]["skipped_steps"] == 2
+    assert all(tensor.isfinite().all() for tensor in found.values())
     # no step without a loss has a line
-    assert 10 not in [line["step"] for line in written]
-    assert all(line["loss"] < 10 for line in written)
-    assert (
-        "skipped 1 non-finite step before step 10" in caplog.text
-        and "rolled back" not in caplog.text
-    )
+    assert 10 not in [line["step"] for line in lines(storage)]
+    assert all(line["loss"] < 10 for line in lines(storage))
+    assert "skipped 1 non-finite step before step 10" in caplog.text
+    assert "rolled back" not in caplog.text
 
 
 @pytest.mark.parametrize(
     ("kind", "log_every"),
     [
         ("gradient", 1),
-        *(
-            pytest.param(kind, every, marks=pytest.mark.slow)
-            for kind, every in MORE_FAULTS
-        ),
+        *(pytest.param(*fault, marks=pytest.mark.slow) for fault in MORE_FAULTS),
     ],
 )
 def test_a_passing_fault_is_rolled_back(storage, clean, caplog, kind, log_every):
@@ -453,16 +365,12 @@ def test_a_passing_fault_is_rolled_back(storage, clean, caplog, kind, log_every)
     MAX_SKIPPED_STEPS never reached when every step is logged.
     """
     config = small_config(train__log_every=log_every)
-    with caplog.at_level(logging.WARNING):
-        found = discover(
-            storage,
-            config,
-            step=failing_at(range(7, 11) if kind == "gradient" else [7], kind),
-        )
+    steps = range(7, 11) if kind == "gradient" else [7]
+    found = discover(storage, config, step=failing_at(steps, kind))
     assert "rolled back to step 6" in caplog.text
     assert_same(found | {"window_loss": clean[0]["window_loss"]}, clean[0])
-    steps = [line["step"] for line in lines(storage)]
-    assert steps == (list(range(1, 19)) if log_every == 1 else [6, 12, 18])
+    written = [line["step"] for line in lines(storage)]
+    assert written == (list(range(1, 19)) if log_every == 1 else [6, 12, 18])
     assert all_checkpoints_are_finite(storage)
 
 
@@ -474,11 +382,9 @@ def test_a_lasting_fault_stops_the_run(storage, kind, first):
     """Before and after a checkpoint. Kills: roll-backs without end or to nothing, an
     error without the step, a NaN checkpoint.
     """
-    with pytest.raises(
-        NumericsError, match=r"non-finite loss at discover step (4|8|12); lower"
-    ) as caught:
+    line = r"non-finite loss at discover step (4|8|12); lower"
+    with pytest.raises(NumericsError, match=line):
         discover(storage, step=failing_at(range(first, 18), kind, times=99))
-    assert caught.value.exit_code == 3
     assert checkpoint_steps(storage, run.DISCOVER) == ([6] if first else [])
     assert all_checkpoints_are_finite(storage)
 
