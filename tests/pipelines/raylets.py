@@ -12,8 +12,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from tests.pipelines.small import RAY, ROOT, wait_for
@@ -45,8 +46,12 @@ assert others
 
 
 def ip(words: str, check: bool = True) -> bool:
-    done = subprocess.run(["ip", *words.split()], check=check, capture_output=True)
-    return done.returncode == 0
+    return (
+        subprocess.run(
+            ["ip", *words.split()], check=check, capture_output=True
+        ).returncode
+        == 0
+    )
 
 
 @contextmanager
@@ -60,17 +65,19 @@ def cable() -> Iterator[bool]:
         yield False
         return
     try:
-        link = f"link add {HERE} type veth peer name {THERE} netns {NAMESPACE}"
-        joined = ip(link, check=False)
+        joined = ip(
+            f"link add {HERE} type veth peer name {THERE} netns {NAMESPACE}",
+            check=False,
+        )
         if joined:
+            ip(f"addr add {HEAD}/24 dev {HERE}")
+            ip(f"link set {HERE} up")
             for words in (
-                f"addr add {HEAD}/24 dev {HERE}",
-                f"link set {HERE} up",
-                f"-n {NAMESPACE} addr add {OTHER}/24 dev {THERE}",
-                f"-n {NAMESPACE} link set {THERE} up",
-                f"-n {NAMESPACE} link set lo up",
+                f"addr add {OTHER}/24 dev {THERE}",
+                f"link set {THERE} up",
+                "link set lo up",
             ):
-                ip(words)
+                ip(f"-n {NAMESPACE} {words}")
         yield joined
     finally:
         ip(f"netns del {NAMESPACE}", check=False)
@@ -87,15 +94,15 @@ class Raylets:
         self._processes: list[subprocess.Popen] = []
         self.host = HEAD if real else "127.0.0.1"
         self.address = f"{self.host}:6391"
-        self.env = os.environ | {
+        self.env = {
+            **os.environ,
             "RAY_AUTH_MODE": "disabled",
             "RAY_TMPDIR": folder,
             "RAY_ADDRESS": "",
-            # a dead node is known after 5 s instead of 15
-            "RAY_health_check_period_ms": "1000",
-            # the caller's tokens, if there are any
-            **{name: os.environ[name] for name in TOKENS if name in os.environ},
         }
+        self.env |= {name: os.environ[name] for name in TOKENS if name in os.environ}
+        # a dead node is known after 5 s instead of 15
+        self.env |= {"RAY_health_check_period_ms": "1000"}
         if real:
             self.env["GLOO_SOCKET_IFNAME"] = HERE
 
@@ -123,8 +130,8 @@ class Raylets:
         where = [
             f"--address={self.address}",
             f"--node-ip-address={OTHER if there else self.host}",
-            f"--num-gpus={gpus}",
         ]
+        where.append(f"--num-gpus={gpus}")
         self._spawn(where, cpus, hidden if there else None)
         log = Path(f"{self._folder}/{len(self._processes) - 1}.log")
         wait_for(lambda: "Ray runtime started" in log.read_text(), NODE_SECONDS)
@@ -175,8 +182,15 @@ class Raylets:
         if hidden is not None:
             line = f"mount -t tmpfs tmpfs {hidden} && exec {' '.join(command)}"
             command = [
-                *("ip", "netns", "exec", NAMESPACE),
-                *("unshare", "--mount", "sh", "-c", line),
+                "ip",
+                "netns",
+                "exec",
+                NAMESPACE,
+                "unshare",
+                "--mount",
+                "sh",
+                "-c",
+                line,
             ]
             more = {"GLOO_SOCKET_IFNAME": THERE}
         with open(f"{self._folder}/{len(self._processes)}.log", "w") as log:
@@ -246,7 +260,9 @@ class Command:
 
     def end(self, seconds: float = 200) -> int:
         """Its exit code; it is killed if that takes longer."""
-        with suppress(subprocess.TimeoutExpired):
-            return self._process.wait(seconds)
-        self._process.kill()
+        limit = time.monotonic() + seconds
+        while self.code is None and time.monotonic() < limit:
+            time.sleep(0.1)
+        if self.code is None:
+            self._process.kill()
         return self._process.wait()

@@ -14,8 +14,11 @@ def test_the_machine(capsys, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert run() == 0
     out = capsys.readouterr().out
-    assert out.startswith("ok       Python 3.")
-    assert "GiB free at" in out and "starts one on this machine" in out
+    assert (
+        out.startswith("ok       Python 3.")
+        and "GiB free at" in out
+        and "starts one on this machine" in out
+    )
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     assert run() == 2
     out = capsys.readouterr().out
@@ -34,19 +37,20 @@ FACTS = {
 
 
 @pytest.mark.parametrize(
-    ("facts", "level", "says"),
+    ("changed", "level", "says"),
     [
-        (FACTS, "ok", "n2: 8 CPUs, 1 x A10G, CUDA 13.2; sees the directory"),
-        (FACTS | {"versions": {"Python": "3.11"}}, "error", "torch none, here 2.15"),
-        (FACTS | {"gpus": []}, "error", "Ray counts 1 GPUs, PyTorch sees 0"),
-        (FACTS | {"sees": False}, "error", "does not see the directory"),
-        ("no answer in 60 s", "error", "no answer in 60 s"),
+        ({}, "ok", "n2: 8 CPUs, 1 x A10G, CUDA 13.2; sees the directory"),
+        ({"versions": {"Python": "3.11"}}, "error", "torch none, here 2.15"),
+        ({"gpus": []}, "error", "Ray counts 1 GPUs, PyTorch sees 0"),
+        ({"sees": False}, "error", "does not see the directory"),
     ],
 )
-def test_a_line_says_what_is_wrong_with_a_node(facts, level, says):
-    found = doctor.finding_of_node(NODE, facts, MINE)
+def test_a_line_says_what_is_wrong_with_a_node(changed, level, says):
+    found = doctor.finding_of_node(NODE, {**FACTS, **changed}, MINE)
     assert (found.level, says in found.text) == (level, True), found
-    assert found.text.startswith("10.0.0.2")
+    assert found.text.startswith("10.0.0.2 n2: ")
+    silent = doctor.finding_of_node(NODE, "no answer in 60 s", MINE)
+    assert silent.level == "error"
 
 
 def test_a_cluster_is_needed(capsys, monkeypatch):

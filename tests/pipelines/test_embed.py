@@ -7,6 +7,7 @@ from unittest.mock import DEFAULT, Mock
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import safetensors.torch
 import torch
@@ -117,6 +118,9 @@ def test_bad_images_are_left_out_and_paths_lead_to_pictures(line, tmp_path, caps
 
 
 def test_what_cannot_be_written_is_refused(line, tmp_path, capsys):
+    mine = tmp_path / "mine.parquet"
+    pq.write_table(pa.table({"a": [1]}), mine)
+    assert "was not written by uno embed" in refused(capsys, 2, *line, "--output", mine)
     assert "FILE.parquet" in refused(capsys, 2, *line, "--output", tmp_path / "folder")
     assert "needs pretrained weights" in refused(
         capsys, 2, *line[:-2], "--output", tmp_path / "v.parquet"

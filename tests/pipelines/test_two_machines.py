@@ -5,13 +5,10 @@ from collections.abc import Iterator
 import pytest
 
 from tests.pipelines.raylets import Command, Raylets, head
-from tests.pipelines.small import (
-    LONG,
-    assert_as_undisturbed,
-    newest_step,
-    wait_for,
-)
+from tests.pipelines.small import INTERVAL, LONG, assert_as_undisturbed, wait_for
 from uno.data.files import Storage
+from uno.runs import DISCOVER
+from uno.runs.checkpoint import checkpoint_steps
 
 pytestmark = [pytest.mark.ray, pytest.mark.release, pytest.mark.timeout(600)]
 
@@ -34,42 +31,50 @@ def nodes() -> Iterator[Raylets]:
         yield raylets
 
 
-def test_nodes_die_come_and_are_told_to_leave(two, nodes, tmp_path):
+@pytest.fixture
+def unused(tmp_path):
+    (tmp_path / "unused").mkdir()
+    return tmp_path / "unused"
+
+
+def test_nodes_die_come_and_are_told_to_leave(two, nodes, tmp_path, unused):
     """A directory that the second node does not see is refused before a step is
     trained. Then its raylet is killed, and the first has no room for both workers:
     another one comes, is told to leave, and the run, which waits again, is stopped. The
-    same command with room on the first node ends as an undisturbed one. (Commands with
-    room on the node that is left are killed by ``tests.chaos``.)
+    same command with room on the first node outlives the kill of a third.
     """
-    storage, unused = Storage(str(tmp_path / "run")), tmp_path / "unused"
-    unused.mkdir()
+    storage = Storage(str(tmp_path / "run"))
     argv = [*SPREAD, "--data.loading", "streaming", "--output", storage.root]
     narrow = [*argv, "--compute.cpus-per-worker", "1.5"]
 
+    def reached():
+        return max(checkpoint_steps(storage, DISCOVER), default=0)
+
     nodes.join(2, unused)
     if nodes.real:  # network namespaces need root
-        unseen = [*SPREAD, "--output", str(unused / "run")]
-        command = Command(unseen, nodes.env, tmp_path / "unseen")
+        command = Command(
+            [*SPREAD, "--output", str(unused / "run")], nodes.env, tmp_path / "unseen"
+        )
         assert command.end() == 4, command.lines
-        assert "is not on storage that all nodes share" in command.lines[-1]
+        last = command.lines[-1]
+        assert (
+            last.startswith("uno: error: ")
+            and "is not on storage that all nodes share" in last
+        )
         assert not (unused / "run" / "checkpoints").exists()
 
     command = Command(narrow, nodes.env, tmp_path / "log")
-    wait_for(lambda: command.says("") and newest_step(storage) > 0)
+    wait_for(lambda: command.says("") and reached() > 0)
     nodes.lose()
-    died = "workers died (a worker process or its node was lost)"
-    wait_for(lambda: command.says(died) and command.says(WAITS))
+    wait_for(lambda: command.says(WAITS))
+    assert command.says("workers died (a worker process or its node was lost)")
     deaths = 1
     # where the notice comes while processes of the group start, these may die of it
     for _ in range(3):
         nodes.join(2)
         tell_to_leave = nodes.notice(90)
-        before = newest_step(storage)
-        wait_for(
-            lambda before=before: (
-                newest_step(storage) > before or command.code is not None
-            )
-        )
+        before = reached()
+        wait_for(lambda before=before: reached() > before or command.code is not None)
         waited = command.count(WAITS)
         tell_to_leave()
         wait_for(
@@ -84,14 +89,18 @@ def test_nodes_die_come_and_are_told_to_leave(two, nodes, tmp_path):
         command.says("a node is being drained")
         and command.count("workers died") == deaths
     )
-    saved = newest_step(storage)
+    saved = reached()
     command.stop()
     assert command.end() == 75 and command.says("resume with the same command"), (
         command.lines
     )
 
+    nodes.join(2)
     again = Command(argv, nodes.env, tmp_path / "again")
+    wait_for(lambda: again.says("") and reached() > saved + 4 * INTERVAL)
+    nodes.lose()
     assert again.end() == 0, again.lines
+    assert again.says("was lost); new ones resume from the newest checkpoint")
     assert again.says(f"resuming at discover step {saved}")
     assert_as_undisturbed(tmp_path / "run", two)
     # streamed and resident

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from benchmarks.tasks import fit_line
 from uno.expectation import (
+    Line,
     calibration,
     describe_outside,
     expected_accuracy,
@@ -15,29 +15,19 @@ from uno.expectation import (
 )
 
 
-def test_a_line_and_its_interval_are_found_again():
-    """Tasks on a line with known noise: intercept, slope and quantiles are the true
-    ones; the interval holds nine tenths of the tasks, and the mean is without bias.
+def test_the_mean_and_the_interval_follow_from_the_line_and_its_residuals():
+    """The residuals are normal: the interval holds nine tenths of such tasks, and the
+    mean is without bias, which the accuracy of the middle is not.
     """
     random = np.random.default_rng(0)
-    agreement = random.uniform(-1, 2, 3_000)
-    accuracy = sigmoid(0.3 + 1.2 * agreement + random.normal(0, 0.4, 3_000))
-    line = fit_line(agreement, accuracy, random.integers(0, 10, 3_000))
-    assert (line.intercept, line.slope) == pytest.approx((0.3, 1.2), abs=0.05)
-    assert (line.low, line.high) == pytest.approx((-0.66, 0.66), abs=0.05)
-    found = [line(value) for value in agreement]
-    inside = [e.low <= a <= e.high for e, a in zip(found, accuracy, strict=True)]
-    assert 0.87 < np.mean(inside) < 0.93
-    assert np.mean([e.mean for e in found]) == pytest.approx(accuracy.mean(), abs=0.01)
-
-
-def test_residuals_are_those_of_sets_that_were_left_out():
-    """One set lies apart: a line fitted with it would make its residuals too small."""
-    sets = np.repeat(["a", "b", "c"], 20)
-    agreement = np.tile(np.linspace(-1, 1, 20), 3)
-    accuracy = sigmoid(agreement - 2.0 * (sets == "c"))
-    line = fit_line(agreement, accuracy, sets)
-    assert line.low == pytest.approx(-2.0, abs=1e-6)
+    residuals = np.sort(random.normal(0, 0.8, 5_000))
+    low, high = np.quantile(residuals, [0.05, 0.95])
+    expected = Line(0.3, 1.2, residuals[50::100], low, high)(1.0)
+    accuracy = sigmoid(1.5 + random.normal(0, 0.8, 20_000))
+    is_inside = (expected.low <= accuracy) & (accuracy <= expected.high)
+    assert is_inside.mean() == pytest.approx(0.9, abs=0.02)
+    assert expected.mean == pytest.approx(accuracy.mean(), abs=0.005)
+    assert expected.mean < sigmoid(1.5) - 0.015
 
 
 @pytest.mark.parametrize("setting", ["ncd", "gcd"])
