@@ -68,10 +68,12 @@ def small_config(**overrides: Any) -> Config:
 
 def frozen_encoder(config: Config) -> torch.nn.Module:
     """Return an encoder with running statistics that are not those of a new network."""
-    encoder = build_encoder(config.model)
-    for name, buffer in encoder.named_buffers():
-        if name.endswith("running_var"):
-            buffer.uniform_(0.5, 1.5)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        encoder = build_encoder(config.model)
+        for name, buffer in encoder.named_buffers():
+            if name.endswith("running_var"):
+                buffer.uniform_(0.5, 1.5)
     return encoder.eval().requires_grad_(False)
 
 
