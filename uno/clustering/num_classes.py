@@ -510,11 +510,14 @@ def calibration() -> dict[str, Any]:
 
 
 def stored_model(gcd: bool) -> Model:
-    """Return the logistic model of the stored calibration for a setting.
+    """Return the stored model of the number of classes for a setting.
+
+    From the signs of each number it gives the probability that there are no more
+    classes.
 
     Args:
-        gcd: Whether unlabeled rows can belong to known classes. It decides the level of
-            the intervals.
+        gcd: Whether unlabeled rows can belong to known classes. It decides the level,
+            the least probability that an interval of the number holds.
     """
     found = calibration()
     level = found["levels"]["gcd" if gcd else "ncd"]

@@ -950,16 +950,17 @@ class Storage:
                 stream.write(data)
 
     def append(self, name: str, data: bytes) -> None:
-        """Add bytes to the end of a file, which is created if it does not exist.
+        """Add lines to the end of a file, which is created if it does not exist.
 
         An object store cannot append, so the whole file is read and written again. Use
         this method there for small files only. Files that grow during training are
         uploaded with pauses of :func:`upload_pause_s`. A local file is appended to in
-        place, and a process that is killed may leave a part of ``data`` in it.
+        place, and a process that is killed may leave a part of its lines in it. If the
+        file does not end with a line end, one is added before the new lines.
 
         Args:
             name: Name of the file. Missing directories are created.
-            data: The bytes to add.
+            data: The lines to add, each with its line end.
 
         Raises:
             StorageError: The file cannot be written, or read again, or is not a regular
@@ -972,7 +973,10 @@ class Storage:
             self._make_folder(name)
             if self.exists(name):
                 require_regular(self._inner(name))
-            with Path(self.path(name)).open("ab") as file:
+            with Path(self.path(name)).open("ab+") as file:
+                if file.tell():
+                    file.seek(-1, os.SEEK_END)
+                    data = data if file.read() == b"\n" else b"\n" + data
                 file.write(data)
 
     def delete(self, name: str) -> None:

@@ -23,8 +23,10 @@ LIST_METHODS = ("to_pylist", "to_list", "tolist")
 def float_vectors(given: Any, what: str) -> Tensor:
     """Convert numbers that a caller passes as vectors to a float32 tensor.
 
-    Missing values become NaN, and numbers that are too large for float32 become
-    infinite. They are not refused here: the caller reports such rows as unusable.
+    None, NaN and masked values become NaN, and numbers that are too large for float32
+    become infinite. They are not refused here: the caller reports such rows as
+    unusable. In arrays of objects, such as tables of several types, booleans and texts
+    of numbers are converted, too.
 
     Args:
         given: Numbers (N, D), or (N, V, D) with V views of each row: an array, a
@@ -36,9 +38,10 @@ def float_vectors(given: Any, what: str) -> Tensor:
         float32 (N, V, D) on the CPU. The tensor may share its memory with ``given``.
 
     Raises:
-        ConfigError: ``given`` holds something else than integers and floats (booleans
-            and complex numbers are refused, too), has rows of different lengths or
-            another number of dimensions, is empty (N, V or D is 0), or is sparse.
+        ConfigError: ``given`` is an array of something else than integers, floats and
+            objects, such as booleans or complex numbers; or of objects that NumPy
+            cannot convert, such as ``pandas.NA``. Or it has rows of different lengths
+            or another number of dimensions, is empty (N, V or D is 0), or is sparse.
     """
     if hasattr(given, "toarray") and hasattr(given, "nnz"):  # scipy.sparse has both
         raise ConfigError(

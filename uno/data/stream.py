@@ -575,7 +575,8 @@ class CropJob:
         """Yield this worker's rows of a range of steps, some at a time.
 
         Args:
-            num_rows: The number of rows at a time. The last ones can be fewer.
+            num_rows: The number of rows at a time. They can be of several steps, and
+                the last ones can be fewer.
             first: The first step.
             last: The step after the last one.
 

@@ -235,8 +235,9 @@ def decode_chunk(chunk: Chunk, how: InputSpec, threads: int) -> tuple[pa.Table, 
         A table with the columns row (its number), id, label, uri and reason (why the
         image could not be read, or null), and the pixels uint8 (n, 3, S, S). The row is
         numbered among all rows to predict. The uri is the path or URI of the image,
-        null if it is no file of its own. If a run has just computed the features of its
-        frozen encoder, they stand in the place of the pixels, (n, D).
+        null if it is no file of its own. Features (n, D) stand in the place of the
+        pixels if the source holds embeddings, or if a run has just computed the
+        features of its frozen encoder.
 
     Raises:
         StorageError: An image's file cannot be read now, but perhaps later.

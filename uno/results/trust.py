@@ -189,10 +189,13 @@ def _format_expected(values: Mapping[str, float]) -> list[str]:
         values: The metrics of the run, by key.
 
     Returns:
-        A line for each expected accuracy, such as the one of the setting and the strict
-        one. The first also has the numbers of classes and of other clusterings. A last
-        line names properties of the task outside the calibration, if there are any. The
-        list is empty if the metrics have no expected accuracy.
+        A line for each expected accuracy: in the setting GCD that of all unlabeled
+        images, and the strict one, by which a new class on a known output is wrong; in
+        NCD one. The first also has the number of new classes, and from how many other
+        clusterings of the same images the expectation comes, which is the higher the
+        more they agree with this one. A last line names properties of the task outside
+        the calibration, if there are any. The list is empty if the metrics have no
+        expected accuracy.
     """
     lines = []
     for key, counts in COUNTS.items():
