@@ -175,9 +175,9 @@ def lloyd(
     """Run Lloyd's iteration from given centers until no row moves.
 
     A row whose nearest centers tie goes to the lower index. A cluster that runs empty
-    gets the free row that is farthest from its center. That row is not taken if it is
-    alone in its cluster or, up to rounding, on its center. If no row can be taken, the
-    cluster keeps its last center.
+    gets the free row that is farthest from its center, among the rows that are neither
+    alone in their cluster nor, up to rounding, on their center. If there is no such
+    row, the cluster keeps its last center.
 
     Args:
         points: (N, D).

@@ -256,7 +256,8 @@ def encode_chunk(job: FeatureJob, encoder: nn.Module, rows: np.ndarray) -> Chunk
         rows: The numbers of the rows among all rows of the run, int64 (n,).
 
     Returns:
-        The features of the rows on the CPU, in the order of ``rows``.
+        The features of the rows on the CPU, in the order of ``rows``. A row that can
+        never be read has zeros and a reason.
 
     Raises:
         ConfigError: The encoder returns numbers that are not finite, or a file that

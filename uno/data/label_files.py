@@ -350,7 +350,8 @@ def _classes_of(chosen: Any) -> list[str]:
     Args:
         chosen: A class, or a list of classes. Several classes are
             ``{"choices": [...]}`` in JSON-MIN, and the text of that in a table. A text
-            that begins so but is no JSON of a list is the name of one class.
+            that begins so but is no JSON of a list is the name of one class. An empty
+            list has no class, and an empty text is a class of this name.
     """
     if isinstance(chosen, str) and chosen.startswith('{"choices":'):
         with suppress(ValueError):  # a class of this name

@@ -132,8 +132,9 @@ def fit_classifier(
         seed: The seed of k-means.
         weight: The weight lambda of the entropy of unlabeled rows. If it is None, a fit
             without labels from the centers of plain k-means is made for each value in
-            ``WEIGHTS``. Of these the one that puts most labeled rows right, under the
-            best one-to-one matching of clusters and classes, is taken.
+            ``WEIGHTS``. The value whose fit puts most labeled rows right, under the
+            best one-to-one matching of clusters and classes, is taken for the final
+            fit.
         steps: The number of steps of Adam, for each fit.
 
     Returns:

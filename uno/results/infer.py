@@ -612,7 +612,7 @@ def accelerated_encoder(
 
     Raises:
         ConfigError: The configuration asks for OpenVINO, which is not installed, and
-            the model takes images.
+            the model takes images, on whatever device it is.
     """
     vectors = model.config.model.takes_vectors
     precision = None if vectors else runtime_precision(config, model.device)
