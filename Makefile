@@ -89,8 +89,13 @@ test-formats:
 	OMP_NUM_THREADS=1 FIFTYONE_DO_NOT_TRACK=true FIFTYONE_DATABASE_DIR=$(CURDIR)/$(FORMATS)/mongodb \
 	  $(FORMATS_PYTHON) -m pytest --timeout 900 -m formats tests/formats
 
+# The benchmarks that fit two CPU cores in ten minutes; each prints one row of JSON.
 bench: $(STAMP)
-	$(PY) -m benchmarks
+	$(PY) -m benchmarks.objective --repeats 7
+	$(PY) -m benchmarks.augment --batch 512 --repeats 3
+	$(PY) -m benchmarks.step --preset cifar10 --batch 64 --repeats 3
+	$(PY) -m benchmarks.step --preset cifar10 --batch 64 --repeats 3 --bf16
+	$(PY) -m benchmarks.step --preset digits --batch 128 --repeats 9
 
 # What need not run at every change: the tests marked `release`, many damaged files, and a kill of each kind.
 release-check: export OMP_NUM_THREADS := 1

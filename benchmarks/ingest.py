@@ -302,7 +302,7 @@ def resident(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def main() -> int:
+def main() -> None:
     """Run the command line, and print one row of JSON."""
     parts = {"rate": rate, "ray": through_ray, "resident": resident}
     parser = argparse.ArgumentParser(
@@ -316,8 +316,7 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(json.dumps(parts[options.part](options)))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -4,7 +4,6 @@ and a row that says where it was measured.
 
 import argparse
 import csv
-import json
 import platform
 import statistics
 import time
@@ -112,16 +111,10 @@ def limits(
     }
 
 
-def environment(device: str = "cpu", runs: Iterable[Path] = ()) -> dict[str, Any]:
-    """Hardware, versions, and the numerics of this code, or of the oldest of ``runs``,
-    which may have been finished before.
-    """
-    made_with = [
-        json.loads((run / "environment.json").read_text()).get("numerics", 0)
-        for run in runs
-    ]
+def environment(device: str = "cpu") -> dict[str, Any]:
+    """Hardware, versions, and the numerics of this code."""
     return {
-        "numerics": min(made_with, default=NUMERICS),
+        "numerics": NUMERICS,
         "hardware": describe_hardware(device.startswith("cuda")),
         "python": platform.python_version(),
         "torch": torch.__version__,

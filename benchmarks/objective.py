@@ -123,7 +123,7 @@ def looped_loss(
             targets[v, h, ~labeled, num_known:] = pseudo_labels[v][h]
     losses = []
     for h in range(num_heads):
-        loss, num_pairs = known.new_zeros(()), 0
+        loss = known.new_zeros(())
         for v in range(num_views):
             for w in range(num_views):
                 if v != w:
@@ -137,8 +137,7 @@ def looped_loss(
                         .sum(dim=1)
                         .mean()
                     )
-                    num_pairs += 1
-        losses.append(loss / num_pairs)
+        losses.append(loss / (num_views * (num_views - 1)))
     return torch.stack(losses)
 
 

@@ -89,7 +89,7 @@ def write_run(folder: Path) -> Storage:
     return storage
 
 
-def main() -> int:
+def main() -> None:
     """Measure and print one row."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -104,12 +104,10 @@ def main() -> int:
     )
     options = parser.parse_args()
     if not options.data.exists():
-        print(f"skipped: no {options.data}", file=sys.stderr)
-        return 0
+        parser.error(f"there is no {options.data}")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         print(json.dumps(measure(options, folder, stack)))
-    return 0
 
 
 def measure(
@@ -190,4 +188,4 @@ def measure(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -25,7 +25,7 @@ import argparse
 import csv
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -167,34 +167,18 @@ def read_tasks(file: Path) -> list[dict[str, Any]]:
 def run_set(file: Path, encoder: str, known: Path | None, output: Path) -> None:
     """Append the tasks of one set to the table."""
     name = file.stem.removeprefix(f"{encoder}-")
-    done = {key_of(row) for row in read_tasks(output)}
+    keys = ("set", "encoder", "kind", "task", "setting")
+    done = [{key: row[key] for key in keys} for row in read_tasks(output)]
     features, names = read_features(file)
     start = time.perf_counter()
     for kind, number, classes, num_known, seed in draws(name, names, known):
         for setting in ("ncd", "gcd"):
-            row: dict[str, Any] = {
-                "set": name,
-                "encoder": encoder,
-                "kind": kind,
-                "task": number,
-                "setting": setting,
-            }
-            if key_of(row) in done:
+            key = dict(zip(keys, (name, encoder, kind, number, setting), strict=True))
+            if key in done:
                 continue
             task = make_task(features, names, classes, num_known, setting, number)
-            append_rows(output, COLUMNS, [row | measure(task, seed)])
+            append_rows(output, COLUMNS, [key | measure(task, seed)])
     print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
-
-
-def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what identifies a task."""
-    return (
-        row["set"],
-        row["encoder"],
-        row["kind"],
-        int(row["task"]),
-        row["setting"],
-    )
 
 
 def read_features(file: Path) -> tuple[Tensor, np.ndarray]:
@@ -269,7 +253,7 @@ def measure(task: Task, seed: int) -> dict[str, Any]:
         cosines[:, :num_known] = -torch.inf
     outputs = cosines.argmax(dim=1)
     seconds = time.perf_counter() - start
-    others = {name: find() for name, find in clusterings(task, seed).items()}
+    others = clusterings(task, seed)
     num, truth = num_known + num_novel, truth[free]
     one_to_one = find_correct_rows(truth, outputs, num).double()
     strict = strictly_matched(truth, outputs, num_known).double()
@@ -293,30 +277,24 @@ def measure(task: Task, seed: int) -> dict[str, Any]:
     return found | {"agreement": agreement, "seconds": round(seconds, 2)}
 
 
-def clusterings(task: Task, seed: int) -> dict[str, Callable[[], Tensor]]:
-    """Return the clusterings of the features as they are, that the default must beat.
+def clusterings(task: Task, seed: int) -> dict[str, Tensor]:
+    """Cluster the features as they are, in ways that the default must beat.
 
-    k-means of the unit features; k-means with the labeled rows fixed to their classes,
-    in gcd only; and spectral clustering of the neighbor graph.
+    k-means of the unit features; spectral clustering of the neighbor graph; and, in gcd
+    only, k-means with the labeled rows fixed to their classes.
     """
     features, labels, _, num_known, num_novel, gcd = task
-    free = labels == FREE
-    unit = F.normalize(features, dim=1)
+    free, unit = labels == FREE, F.normalize(features, dim=1)
     num_clusters = num_novel + num_known * gcd
-
-    def spectral() -> Tensor:
-        points = F.normalize(fit_principal_space(features)(features), dim=1)
-        clustering = Clustering.of(points, labels, num_novel, gcd)
-        return clustering.partition(SPECTRAL, num_novel, NUM_STARTS, seed)[free]
-
-    found: dict[str, Callable[[], Tensor]] = {
-        "kmeans": lambda: kmeans(unit[free], num_clusters, NUM_STARTS, seed).assignment,
-        "spectral": spectral,
+    points = F.normalize(fit_principal_space(features)(features), dim=1)
+    graph = Clustering.of(points, labels, num_novel, gcd)
+    found = {
+        "kmeans": kmeans(unit[free], num_clusters, NUM_STARTS, seed).assignment,
+        "spectral": graph.partition(SPECTRAL, num_novel, NUM_STARTS, seed)[free],
     }
     if gcd:
-        found["seeded_kmeans"] = lambda: constrained_kmeans(
-            unit, labels, num_clusters, NUM_STARTS, seed
-        ).assignment[free]
+        seeded = constrained_kmeans(unit, labels, num_clusters, NUM_STARTS, seed)
+        found["seeded_kmeans"] = seeded.assignment[free]
     return found
 
 
