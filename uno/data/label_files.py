@@ -348,10 +348,10 @@ def _classes_of(chosen: Any) -> list[str]:
     """Return the classes of one choice, in each form in which Label Studio writes it.
 
     Args:
-        chosen: A class, or a list of classes. Several classes are
-            ``{"choices": [...]}`` in JSON-MIN, and the text of that in a table. A text
-            that begins so but is no JSON of a list is the name of one class. An empty
-            list has no class, and an empty text is a class of this name.
+        chosen: A class, which is any text, or a list of classes, which may be empty.
+            Several classes are ``{"choices": [...]}`` in JSON-MIN, and the text of that
+            in a table. A text that begins so but is no JSON of a list is the name of
+            one class.
     """
     if isinstance(chosen, str) and chosen.startswith('{"choices":'):
         with suppress(ValueError):  # a class of this name

@@ -260,15 +260,14 @@ def _members(
     Returns:
         Indices in the sample, int64 (n,), by the index of the class among the model's
         outputs. The unlabeled training rows of classes that the user dropped are
-        together under :data:`REJECTED` (-1). This key is left out if no row of the
-        sample is assigned to such a class.
+        together under :data:`REJECTED` (-1). This key is left out if there are none.
     """
     output = sample.output
     masks = {c.output: findings.unlabeled & (output == c.output) for c in clusters}
     dropped_classes = [c.index for c in sample.classes if c.into is None]
-    is_dropped = np.isin(output, dropped_classes)
-    if is_dropped.any():
-        masks[REJECTED] = findings.unlabeled & is_dropped
+    is_rejected = findings.unlabeled & np.isin(output, dropped_classes)
+    if is_rejected.any():
+        masks[REJECTED] = is_rejected
     is_labeled = task.labels[sample.index] >= 0
     for known in range(task.num_known):
         masks[known] = ~is_labeled & (output == known)

@@ -29,9 +29,9 @@ def test_a_free_directory_is_held_and_given_back_even_after_an_error(storage):
         pytest.raises(ZeroDivisionError),
         lock.lock_run(storage, on_wait=pytest.fail) as mine,
     ):
-        mine.storage.write("a.txt", b"1")
-        mine.storage.append("a.txt", b"2")
-        assert storage.read("a.txt") == b"12"
+        mine.storage.write("a.txt", b"1\n")
+        mine.storage.append("a.txt", b"2\n")
+        assert storage.read("a.txt") == b"1\n2\n"
         mine.storage.delete("a.txt")
         assert storage.list() == [lock.LOCK_FILE]
         _ = 1 / 0
