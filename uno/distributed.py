@@ -422,9 +422,10 @@ class GroupWorker:
     def should_stop(self, step: int) -> bool:
         """Return whether training should stop now, with the same answer on all ranks.
 
-        The ranks vote before every step on the CPU, and before every tenth step on a
-        GPU, because a vote waits for the GPU. Without a vote the answer is False. All
-        ranks must call this. The vote of rank 0 decides, see :meth:`asked_to_stop`.
+        Rank 0 looks for a request, see :meth:`asked_to_stop`, and the ranks share its
+        answer by a sum: before every step on the CPU, and before every tenth step on a
+        GPU, because this waits for the GPU. Before other steps the answer is False. All
+        ranks must call this.
 
         Args:
             step: The number of steps that are done.

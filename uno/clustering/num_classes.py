@@ -244,11 +244,13 @@ def signs_of(
 ) -> NDArray[np.float64]:
     """Compute three signs whether there are K novel classes, for each number K.
 
-    They are the inputs of the logistic model of "there are no more classes".
+    They are the inputs of the logistic model of "there are no more classes". A mixing
+    says how much two clusters overlap, see
+    :func:`~uno.clustering.neighbors.compute_mixing`.
 
     Args:
-        heights: Logarithms of the mixing at which 2, 3, ... novel clusters become one
-            less, (K - 1,).
+        heights: Logarithms of the mixing at which 2, 3, ..., K novel clusters become
+            one less, (K - 1,).
         reference: Logarithm of the mixing between that of parts of one hidden class and
             that of different classes.
         hidden: For each set of hidden classes the logarithms of the mixing of the

@@ -261,8 +261,9 @@ def clustering_metrics(
     Returns:
         Empty for other methods. Otherwise ``trust/clustering/classes`` and
         ``trust/clustering/clusterings``, the numbers of novel classes and of other
-        clusterings. Unless there are no other clusterings because of too few rows: the
-        expected accuracy with its interval as fractions,
+        clusterings of the same rows, from whose agreement accuracy is expected. Unless
+        there are no other clusterings because of too few rows: the expected accuracy
+        with its interval as fractions,
         ``trust/expected/{ncd|gcd|gcd_strict}/{acc|low|high}`` for the setting; and
         ``trust/outside/NAME``, properties of the task outside the range for which this
         expectation was calibrated, see
