@@ -508,16 +508,17 @@ def stack_vectors(X: Any) -> Any:  # noqa: N803
         X: A column of N vectors of length D, or a frame with this column alone.
 
     Returns:
-        An array (N, D). A column of N numbers becomes an array (N,). Any other object,
-        such as an array or a frame with several columns or one of numbers, is returned
-        as it is.
+        An array (N, D). A column of N numbers becomes an array (N,), and so does a
+        frame whose only column has numbers of the type object. Any other object, such
+        as an array or another frame, is returned as it is.
 
     Raises:
         ValueError: The vectors have different lengths.
     """
     if hasattr(X, "columns") and X.shape[1] == 1:
-        name = X.columns[0]
-        X = X[name] if X[name].to_numpy().dtype == object else X  # noqa: N806
+        only = X[X.columns[0]]
+        values = only.to_numpy()  # of type Array in polars they have two dimensions
+        X = only if values.dtype == object or values.ndim == 2 else X  # noqa: N806
     if hasattr(X, "to_numpy") and len(X.shape) == 1:
         column = X.to_numpy()
         return np.stack(column) if column.dtype == object else column

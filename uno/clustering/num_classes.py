@@ -170,8 +170,10 @@ def pairs_of_one_class(
         seed: Seed of :func:`estimate_num_classes`.
 
     Returns:
-        The first rows of ``result.similar``, float64 (n, 3): as many as the result has
-        more novel classes than are estimated; none if it has not more.
+        The first rows of ``result.similar``, float64 (n, 3), each with the indices of
+        two classes and their mixing, the most similar first. They are at most as many
+        as the result has more novel classes than are estimated; none if it has not
+        more.
     """
     if not len(result.similar):
         return result.similar

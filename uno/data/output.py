@@ -256,8 +256,8 @@ def dump_tensors(
     Args:
         name: The name that the file is to have, which ``load_tensors`` compares.
         tensors: The tensors by name, contiguous and in CPU memory.
-        facts: Further texts for ``__metadata__``. The keys "name" and "sha256" are
-            replaced.
+        facts: Further texts for ``__metadata__``, without the key "sha256". The key
+            "name" is replaced.
     """
     facts = {**facts, "name": name}
     facts[CHECKSUM] = _checksum(tensors, facts)

@@ -428,9 +428,9 @@ def _require_classes(rows: Rows, root: str, flag: str) -> None:
 def read_images(root: str, follow_links: bool = False) -> Rows:
     """Read every image below a folder as an unlabeled row, whatever its subfolders are.
 
-    All rows are training rows. Their ids are the paths relative to the folder. Notes
-    and warnings of the result count the other files, except hidden ones and special
-    files such as devices.
+    All rows are training rows. Their ids are the paths relative to the folder. Warnings
+    of the result count images of formats that are not read, such as .heic, and notes
+    count the files that are no images. Hidden and special files are not counted.
 
     Args:
         root: Path or URI of the folder.
