@@ -265,8 +265,9 @@ def clustering_metrics(
         there are no other clusterings because of too few rows: the expected accuracy
         with its interval as fractions,
         ``trust/expected/{ncd|gcd|gcd_strict}/{acc|low|high}`` for the setting; and
-        ``trust/outside/NAME``, properties of the task outside the range for which this
-        expectation was calibrated, see
+        ``trust/outside/NAME`` for each property of the task for which this expectation
+        was not calibrated, with the number of unlabeled images, known classes or novel
+        classes, or 1.0 for ``encoder`` and ``one known class``, see
         :func:`~uno.expectation.outside_calibration`. ``trust/similar/A/B``, how
         often rows of the novel classes A and B are nearest neighbors, relative to a
         random division of these rows, so that 1 suggests one class; for as many pairs
