@@ -125,7 +125,7 @@ def test_the_fake_cluster_grows_for_a_job(tmp_path):
             timeout=200,
         )
         assert done.returncode == 0, done.stderr
-        assert "waiting for 2 workers with" in done.stdout
+        assert "for nodes: 2 workers with" in done.stdout
         assert f"finished: {tmp_path / 'run'}" in done.stdout
     finally:
         end_processes_of([head], address)
