@@ -363,8 +363,8 @@ def train_trial(sample: dict[str, Any], sweep: Sweep) -> None:
     The score of each epoch is reported to Ray Tune, also of epochs that were trained
     before. An error is not raised, but written to the trial's ``failure.json``, which
     the driver reads; epoch 0 with the score 0 is then reported to Ray Tune in any case,
-    and means no epoch of the trial. The start is recorded
-    by :func:`check_starts`, and a trial that has died three times in an epoch fails.
+    and means no epoch of the trial. The start is recorded by :func:`check_starts`, and
+    a trial that has died three times in an epoch fails.
 
     Args:
         sample: Ray Tune's configuration of the trial: ``{"index": number of the

@@ -199,8 +199,8 @@ def _columns_of_metadata(
 
     Returns:
         Standard name -> the values of all rows: 'path' for the column of image paths,
-        and each of 'id', 'label',
-        'eval_label' and 'split' if the table has such a column.
+        and each of 'id', 'label', 'eval_label' and 'split' if the table has such a
+        column.
 
     Raises:
         ConfigError: The table has no column of image paths.

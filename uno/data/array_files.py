@@ -340,8 +340,8 @@ def new_array(shape: tuple[int, ...]) -> np.ndarray:
 
     An array of :data:`MAPPED_BYTES` (256 MiB) or more is mapped to a new file in the
     user's cache directory, which is created if it is missing, or in the directory for
-    temporary files if the cache directory cannot be written. The file has no name, and
-    disappears at the latest with the process.
+    temporary files if the cache directory is a URI or cannot be written. The file has
+    no name, and disappears at the latest with the process.
 
     Args:
         shape: The shape of the array.
@@ -357,9 +357,10 @@ def new_array(shape: tuple[int, ...]) -> np.ndarray:
     if size < MAPPED_BYTES:
         return np.zeros(shape, np.float32)
     folder = filesystem.user_cache()
-    with suppress(OSError):
-        os.makedirs(folder, exist_ok=True)
-    if not os.access(folder, os.W_OK):  # it is a URI, for example
+    if not filesystem.is_uri(folder):
+        with suppress(OSError):
+            os.makedirs(folder, exist_ok=True)
+    if not os.access(folder, os.W_OK):
         folder = tempfile.gettempdir()
     try:
         with tempfile.TemporaryFile(dir=folder) as file:

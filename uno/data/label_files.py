@@ -20,7 +20,13 @@ import numpy as np
 import pyarrow as pa
 
 from uno.data import files as filesystem
-from uno.data.columns import fill_labels, find_rows
+from uno.data.columns import (
+    class_codes,
+    fill_labels,
+    find_rows,
+    make_labels,
+    present_classes,
+)
 from uno.data.images import is_image
 from uno.data.labels import encode_labels, is_missing, require_distinct
 from uno.data.rows import Rows
@@ -150,15 +156,22 @@ def with_label_file(rows: Rows, path: str) -> Rows:
             example = one_line(repr(rows.ids[0].as_py()))
             raise ConfigError(f"{what}; ids there are such as {example}")
         warnings = (*warnings, f"{what}: they are left out")
-    names: list[str | None] = [None] * len(rows)
-    for image, row in found.items():
-        names[row] = given.classes[image]
-    labels = encode_labels(path, names, name_row=lambda row: rows.ids[row].as_py())
-    require_distinct(path, labels, rows.labels, rows.eval_labels)
+    images = [*found]
+    names = encode_labels(
+        path, [given.classes[image] for image in images], name_row=images.__getitem__
+    )
+    codes = np.full(len(rows), -1, np.int32)
+    codes[[*found.values()]] = class_codes(names)
+    indices = pa.array(codes, mask=codes < 0)
+    labels = fill_labels(
+        pa.DictionaryArray.from_arrays(indices, names.dictionary), rows.labels
+    )
+    used = make_labels(sorted(present_classes(labels)))
+    require_distinct(path, used, rows.eval_labels)
     note = f"{plural(len(found), 'label')} from {path}"
     return replace(
         rows,
-        labels=fill_labels(labels, rows.labels),
+        labels=labels,
         warnings=warnings,
         notes=(*rows.notes, note),
     )

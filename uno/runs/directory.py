@@ -125,8 +125,8 @@ def check_rows(storage: Storage, rows: Rows) -> None:
 def _fingerprint_error(storage: Storage) -> ConfigError:
     """Return the error for a directory whose data has another fingerprint now."""
     return ConfigError(
-        f"{storage.uri} was trained on other data (fingerprint differs); use"
-        " --overwrite"
+        f"{storage.uri} was trained on other data (fingerprint differs); restore the"
+        " data, or train again with --overwrite"
     )
 
 

@@ -187,11 +187,17 @@ def test_numbers_in_a_file_are_classes_as_in_every_source(tmp_path):
     assert "c.png" in failure(read_rows, config)
 
 
+def test_a_file_may_correct_the_spelling_of_a_class(tmp_path):
+    write_images(tmp_path / "images", ["cat /a.png", "b.png"])
+    file = write(tmp_path, "l.csv", "id,label\ncat /a.png,cat\nb.png,cat\n")
+    assert rows_of(tmp_path / "images", file).labels.to_pylist() == ["cat", "cat"]
+
+
 def test_two_spellings_of_a_class_in_file_and_source_are_refused(tmp_path):
     write_images(tmp_path / "images", ["1/a.png", "b.png", "c.png"])
     file = write(tmp_path, "l.csv", "id,label\nb.png,1.0\nc.png,owl\n")
     config = DataConfig(source=f"folder:{tmp_path}/images", labels=file)
-    assert "'1.0' and '1'" in failure(read_rows, config)
+    assert "'1' and '1.0'" in failure(read_rows, config)
 
 
 @pytest.mark.parametrize(
