@@ -161,14 +161,11 @@ def _table_lines(estimate: Estimate) -> list[str]:
         Lines of text: an empty one, the heads of the columns, and the rows.
     """
     if estimate.splits:
-        lines, values, layout = ["", f"{'k':>4}  {'F1':>5}"], "f1", "{:>5.3f}"
+        curve, head, layout = "f1", f"{'F1':>5}", "{:>5.3f}"
     else:
-        lines, values, layout = (
-            ["", f"{'k':>4}  probability"],
-            "probability",
-            "{:>11.0%}",
-        )
-    for k, value in zip(estimate.ks, estimate.curves[values], strict=True):
+        curve, head, layout = "probability", "probability", "{:>11.0%}"
+    lines = ["", f"{'k':>4}  {head}"]
+    for k, value in zip(estimate.ks, estimate.curves[curve], strict=True):
         if estimate.splits or value >= MIN_SHOWN or estimate.low <= k <= estimate.high:
             lines.append(f"{k:>4}  {layout.format(value)}{_format_mark(estimate, k)}")
     return lines
