@@ -228,7 +228,7 @@ def load_space(name: str, config: Config) -> Space:
             f"unknown space {name!r}; choose {', '.join(SPACES)} or give a .yaml file"
         )
     if not entries:
-        raise ConfigError("the search space is empty: it names no key")
+        raise ConfigError(f"{name}: the search space is empty: it names no key")
     space, known = [], field_names(config.method)
     for key, (where, entry) in entries.items():
         try:

@@ -56,6 +56,10 @@ def start_pool(num_threads: int, name: str) -> ThreadPoolExecutor:
 
     Returns:
         The pool. All its threads have started.
+
+    Raises:
+        KeyboardInterrupt: The user interrupted the start. No thread of the pool is
+            left then.
     """
     pool = ThreadPoolExecutor(num_threads, name)
     started = threading.Barrier(num_threads)
@@ -68,6 +72,13 @@ def start_pool(num_threads: int, name: str) -> ThreadPoolExecutor:
 
     with _starting, ThreadPoolExecutor(1) as later:
         number = later.submit(torch.get_num_threads).result()
-        list(pool.map(begin, range(num_threads)))
-        later.submit(torch.set_num_threads, number).result()
+        try:
+            list(pool.map(begin, range(num_threads)))
+        except BaseException:
+            # Threads that have begun would wait for the others for ever.
+            started.abort()
+            pool.shutdown()
+            raise
+        finally:
+            later.submit(torch.set_num_threads, number).result()
     return pool

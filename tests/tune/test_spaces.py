@@ -117,7 +117,11 @@ def test_a_user_space_from_yaml(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("", "is empty"), ("- 1\n", "mine.yaml"), ("a: &a [1]\nb: *a\n", "mine.yaml")],
+    [
+        ("", "mine.yaml: the search space is empty"),
+        ("- 1\n", "mine.yaml"),
+        ("a: &a [1]\nb: *a\n", "mine.yaml"),
+    ],
 )
 def test_a_file_that_is_no_space_is_refused(tmp_path, text, says):
     path = tmp_path / "mine.yaml"

@@ -8,6 +8,7 @@ in the folders of its splits.
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -101,9 +102,11 @@ def read_annotated_folder(root: str, options: ReadOptions = DEFAULT_OPTIONS) -> 
             ours = _columns_of_metadata(path, table, names)
             others |= dict.fromkeys(table.columns)
         folder, _, _ = relative.rpartition("/")
-        num_rows, prefix = len(table.lines), f"{folder}/" if folder else ""
-        split = SPLITS.get(folder, "train")
-        paths = [f"{prefix}{name}" if name else None for name in ours["path"]]
+        num_rows, split = len(table.lines), SPLITS.get(folder, "train")
+        # an absolute path stays what it is
+        paths = [
+            posixpath.join(folder, str(name)) if name else None for name in ours["path"]
+        ]
         missing = [None] * num_rows
         merged["path"] += paths
         merged["id"] += ours.get("id", paths)

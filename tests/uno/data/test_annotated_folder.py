@@ -114,6 +114,15 @@ def test_an_image_that_a_table_spells_otherwise_is_not_left_out(tmp_path):
     assert not read_rows(DataConfig(source=str(tmp_path))).warnings
 
 
+def test_an_absolute_path_in_the_table_of_a_split(folder):
+    write_tables(folder, CSV)
+    path = folder / "train" / "metadata.csv"
+    path.write_text(path.read_text().replace("a.png", f"{folder}/train/a.png"))
+    rows = read_rows(DataConfig(source=str(folder)))
+    paths = rows.images.read_images(np.arange(4))
+    assert {*paths} == {f"{folder.resolve()}/{name}" for name in LABELS}
+
+
 @pytest.mark.parametrize(
     ("tables", "parts"),
     [
