@@ -128,6 +128,19 @@ def test_links_to_other_files_are_refused(tmp_path):
         read(source)
 
 
+@pytest.mark.parametrize("target", ["c.h5ad", "gone.h5ad"])
+def test_a_link_in_the_place_of_x_leaves_the_other_arrays(tmp_path, target):
+    import h5py
+
+    source = write_cells(tmp_path / "c.h5ad", {"label": TYPES}, obsm={"X_a": VALUES})
+    with h5py.File(tmp_path / "c.h5ad", "a") as file:
+        file.pop("X", None)
+        file["X"] = h5py.ExternalLink(str(tmp_path / target), "obsm/X_a")
+    assert np.allclose(read(source).images.values[:, 0], VALUES)
+    with pytest.raises(ConfigError, match="embedding=X: no such column; it has"):
+        read(source, columns="embedding=X")
+
+
 def test_a_damaged_file_of_cells_is_one_line(tmp_path):
     source = write_cells(tmp_path / "c.h5ad", {"label": TYPES}, obsm={"X_a": VALUES})
     content = (tmp_path / "c.h5ad").read_bytes()

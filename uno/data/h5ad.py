@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -102,13 +103,16 @@ def _read_cells(path: str, file: Any, options: ReadOptions) -> VectorFile:
     names, of_obs = options.columns, [str(name) for name in obs.attrs["column-order"]]
     obsm = _open_member(file, "obsm") if "obsm" in file else {}
     arrays = [name for name in obsm if _is_array(_open_member(obsm, name))]
-    matrix = [name for name in file if name == MATRIX and _is_array(file[name])]
+    matrix = list[str]()
+    with suppress(KeyError, ValueError):  # it is missing, or a link to data elsewhere
+        if _is_array(_open_member(file, MATRIX)):
+            matrix.append(MATRIX)
     check_names(path, [*of_obs, *arrays, *matrix], options)
     array = names.get("embedding") or _choose_array(path, arrays)
     if array not in (*arrays, *matrix):  # a column of obs
         has = ", ".join((*arrays, *matrix)) or "none"
         raise ConfigError(f"{path}: {array!r} is no array of vectors; it has {has}")
-    parent = file if array == MATRIX else obsm
+    parent = file if array in matrix else obsm
     values = _read_matrix(path, _open_member(parent, array))
     columns = {
         "path" if ours == "image" else ours: _read_column(_open_member(obs, theirs))

@@ -11,6 +11,7 @@ import os
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 from urllib.parse import unquote
 
@@ -215,7 +216,7 @@ def find_images(
             stats.append(stat)
             row += 1
         parts.append(Files.of(paths, stats))
-    files = Files.join(parts or [Files.of([], ())])
+    files = Files.join(parts)
     root = paths_of_table.root
     if first and not filesystem.is_uri(root) and files.stats[:, 0].max() < 0:
         raise ConfigError(
@@ -239,10 +240,12 @@ def _fix_of_missing(root: str, example: str, options: ReadOptions) -> str:
         Text that begins with '; ', or '' if there is no advice.
     """
     folder, name = os.path.split(os.path.join(root, example))
-    others = os.listdir(folder) if os.path.isdir(folder) else []
-    if similar := next(
-        (other for other in others if other.lower() == name.lower()), None
-    ):
+    others = list[str]()
+    with suppress(OSError):  # there is no such folder, or it cannot be listed
+        others = os.listdir(folder)
+    # a link to nothing is listed with the very name
+    like = (o for o in others if o.lower() == name.lower() and o != name)
+    if (similar := next(like, None)) is not None:
         return f"; {similar!r} is there: write names with the same capital letters"
     if WINDOWS_DRIVE.match(example):
         return (

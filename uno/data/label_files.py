@@ -44,7 +44,7 @@ LABEL_KEYS = ("label", "class", "choice")
 """Names of a column of labels in a table, and of Label Studio's choices."""
 CONFIRMED = "confirmed"
 """Tag in FiftyOne of a sample or label whose predicted class is right."""
-UPLOAD = re.compile(r"/data/upload/.*/[0-9a-f]{8}-(.*)")
+UPLOAD = re.compile(r"(?:https?://[^/]*)?/data/upload/.*/[0-9a-f]{8}-(.*)")
 """Address of a file that a person has uploaded to Label Studio."""
 LOCAL_FILE = "/data/local-files/?d="
 """Beginning of the address of a file that Label Studio serves from a disk."""
@@ -106,7 +106,8 @@ def read_label_file(path: str) -> GivenLabels:
         )
     several = {image: names for image, names in classes.items() if len(names) > 1}
     warnings: tuple[str, ...] = ()
-    for image, names in [*several.items()][:1]:
+    if several:
+        image, names = next(iter(several.items()))
         example = one_line(f"{image}: {', '.join(names)}")
         warnings = (
             f"{path}: {plural(len(several), 'image')} in several classes, e.g."
@@ -252,7 +253,13 @@ def _answers_of_table(path: str) -> Answers:
         raise ConfigError(f"{path}: needs the columns id and label; it has {has}")
     for name, value in zip(columns[image], columns[label], strict=True):
         if not is_missing(name) and not is_missing(value):
-            for chosen in _classes_of(str(value).strip()):
+            if isinstance(value, Mapping) and "choices" not in value:
+                raise ConfigError(
+                    f"{path}: the {label} of {one_line(name)} is no name of a class:"
+                    f" {one_line(value)}"
+                )
+            is_plain = not isinstance(value, Mapping | list)
+            for chosen in _classes_of(str(value).strip() if is_plain else value):
                 yield _name_of_address(str(name)), chosen
 
 

@@ -349,7 +349,8 @@ class EvalSet(EvalRows):
             Images uint8 (b, 3, S, S) or features float32 (b, D), and true classes int64
             (b,). A worker without rows gets no batch.
         """
-        for rows in torch.arange(rank, len(self.truth), world_size).split(batch_size):
+        own = torch.arange(len(self.truth))[rank::world_size]
+        for rows in own.split(batch_size):
             if len(rows):
                 yield self.images[self.index[rows]], self.truth[rows]
 

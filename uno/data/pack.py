@@ -12,6 +12,7 @@ import io
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple, cast
@@ -21,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet
 from PIL import Image as Pillow
 
-from uno.data.columns import find_rows
+from uno.data.columns import find_rows, present_classes
 from uno.data.decode import BadImage, decode_rgb, prefetch_map, read_encoded
 from uno.data.files import Storage
 from uno.data.images import Image
@@ -29,6 +30,7 @@ from uno.data.output import claim_directory, delete_temporary_files
 from uno.data.parquet import FOOTERS, PACKED, PACKING, json_at
 from uno.data.rows import Rows
 from uno.data.sampling import by_windows
+from uno.data.splits import order_classes
 from uno.data.unreadable import check_bad
 from uno.errors import ConfigError, StorageError
 from uno.limits import MAX_IMAGE_BYTES
@@ -132,8 +134,7 @@ def _format_shard(
 
     Args:
         rows: All rows of the source, from which labels, splits and true classes are
-            taken. A label outside ``rows.class_names`` becomes null if the source
-            declares these.
+            taken. If ``rows.class_names`` is not empty, it has all their classes.
         shard: The n rows that the shard is to hold.
         ids: Their n ids.
         encoded: The bytes of each of the n images; or as text the reason why it is
@@ -150,10 +151,10 @@ def _format_shard(
         "use_dictionary": ["label", "split"],
         "write_statistics": ["label", "split"],  # those of images would hold images
     }
-    number: dict[str | None, Any] = {name: i for i, name in enumerate(rows.class_names)}
+    number = {name: i for i, name in enumerate(rows.class_names)}
     labels = rows.labels.take(shard.rows).to_pylist()
     if number:
-        labels = [number.get(label) for label in labels]
+        labels = [None if label is None else number[label] for label in labels]
     stored: list[Any] = [ids, encoded, labels]
     stored += [
         c.take(shard.rows).to_pylist()
@@ -269,8 +270,9 @@ def pack(
         shard_bytes: The size of a shard in bytes, measured by the stored sizes of the
             images in the source. A shard ends with the row group that reaches it.
         store: Writes the shards that are missing, for example what
-            :func:`store_local` returns. It is called with the directory, all rows and
-            the shards to write, and yields a :class:`Shard` for each.
+            :func:`store_local` returns. It is called with the directory, all rows (with
+            all their classes as ``class_names``, if the source declares some) and the
+            shards to write, and yields a :class:`Shard` for each.
         on_progress: Is called with the number of rows that are done, and with N: once
             before the first shard is written, with the rows of kept shards, and after
             each shard. By default nothing is called.
@@ -289,6 +291,10 @@ def pack(
         raise ConfigError(
             f"{rows.source}: vectors are not packed; shards are for images"
         )
+    if rows.class_names:  # labels are stored as numbers of classes
+        present = order_classes(present_classes(rows.labels), rows.class_names)
+        names = dict.fromkeys([*rows.class_names, *present])
+        rows = replace(rows, class_names=tuple(names))
     shards = _distribute_rows(rows, labeled, shard_bytes)
     plan = {
         "format": FORMAT,

@@ -269,9 +269,9 @@ def recognize(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> str:
         *others, last = chain.from_iterable(
             source.suffixes for source in SOURCES.values()
         )
-        fix = f"; this is {fix_for(path)}" if fix_for(path) else ""
+        hint = f"; this is {fix}" if (fix := fix_for(path)) else ""
         raise ConfigError(
-            f"{path}: a file source must end in {', '.join(others)} or {last}{fix}"
+            f"{path}: a file source must end in {', '.join(others)} or {last}{hint}"
         )
     folders, files = children(path)
     cifar = recognize_cifar(folders, files)

@@ -219,6 +219,14 @@ def test_a_path_that_leads_elsewhere_is_refused_with_a_way_that_fits(
     assert ("move it there" in failure(read, table)) <= path.startswith("/elsewhere")
 
 
+def test_links_to_nothing_are_not_called_another_spelling(tmp_path):
+    for name in ("a.png", "b.png"):
+        (tmp_path / name).symlink_to("gone")
+    source = write_table(tmp_path, "path,label\na.png,cat\nb.png,dog\n", "t.csv")
+    line = failure(read, source)
+    assert "none of its 2 images" in line and "capital" not in line
+
+
 def test_paths_of_a_windows_computer_are_named(folder):
     table = write_table(folder, "path,label\nC:\\photos\\a.png,cat\n")
     assert_refused(["Windows", "relative"], read, table)

@@ -82,6 +82,10 @@ FILES = {
         '{"id": "a.png", "label": "h\\u00e9ron"}\n{"id": "b"}',
         {"a.png": "héron"},
     ),
+    "lists.jsonl": (
+        '{"id": "a.png", "label": ["owl"]}\n{"id": "b.png", "label": []}',
+        {"a.png": "owl"},
+    ),
     # a text that begins like choices of Label Studio
     "choices.jsonl": (
         json.dumps({"image": "a.png", "choice": '{"choices": 5}'}),
@@ -155,6 +159,7 @@ def test_an_image_in_several_classes_has_no_label_and_is_named(tmp_path, name):
         ("x.xml", "<annotations>", "cannot be read"),
         ("x.xml", '<!DOCTYPE x [<!ENTITY e "e">]><annotations/>', "document type"),
         ("x.csv", "id,class_name\na,b\n", "needs the columns id and label"),
+        ("x.jsonl", '{"id": "a", "label": {"is": 1}}', "the label of a is no name"),
     ],
 )
 def test_a_file_without_clear_labels_is_refused(tmp_path, name, content, part):
@@ -209,6 +214,7 @@ def test_two_spellings_of_a_class_in_file_and_source_are_refused(tmp_path):
         "new/b c.png",
         "b c.png",
         "/data/upload/2/a657eb98-b_c.png",
+        "http://localhost:8080/data/upload/2/a657eb98-b_c.png",
         "s3://[x/new/b c.png",
     ],
 )

@@ -223,6 +223,16 @@ def test_evaluation_reads_the_evaluation_view_of_cached_features():
     assert np.array_equal(images[3], task.rows.images[3])
 
 
+@pytest.mark.parametrize("num", [0, 1, 3])
+def test_an_evaluation_set_may_have_fewer_rows_than_workers(num):
+    task = make_task(read_digits(), DIGITS)
+    found = eval_sets(task, torch.zeros(1797, 1, 2), np.arange(1797) < num)
+    for one in found.values():
+        shares = [one.batches(8, rank, 5) for rank in range(5)]
+        labels = [labels for share in shares for _, labels in share]
+        assert sorted(torch.cat([torch.arange(0), *labels])) == sorted(one.truth)
+
+
 def test_vectors_with_one_view_get_noise():
     """Each view has other noise, in proportion to the spread of the vectors."""
     config = override(HEADS, {"augment.vector_noise": 0.001})

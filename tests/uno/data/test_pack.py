@@ -186,6 +186,21 @@ def test_a_pack_of_a_table_keeps_its_classes_and_truth(tmp_path):
     assert sorted(filter(None, again.labels.to_pylist())) == ["cat", "cat", "dog"]
 
 
+def test_a_pack_keeps_labels_that_the_metadata_does_not_name(tmp_path):
+    """A file of labels may name new classes."""
+    pictures = [{"bytes": encoded(pixels(i)), "path": None} for i in range(4)]
+    table = hf_table(pictures, [0, 1, 0, None], ["dog", "cat"], "image")
+    ids = ["a", "b", "c", "d"]
+    pq.write_table(table.append_column("id", [ids]), tmp_path / "t.parquet")
+    (tmp_path / "labels.csv").write_text("id,label\na,owl\nd,emu\n")
+    source = f"parquet:{tmp_path}/t.parquet"
+    packed(source, tmp_path / "out", **{"data.labels": f"{tmp_path}/labels.csv"})
+    again = read_packed(tmp_path / "out")
+    assert again.class_names == ("dog", "cat", "emu", "owl")
+    found = zip(again.ids.to_pylist(), again.labels.to_pylist(), strict=True)
+    assert dict(found) == {"a": "owl", "b": "cat", "c": "dog", "d": "emu"}
+
+
 def test_a_pack_of_other_true_classes_is_another_pack(source, tmp_path):
     rows = read_rows(config_of(source))
     labeled, output = np.zeros(len(rows), bool), Storage(str(tmp_path / "out"))
