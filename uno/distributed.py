@@ -191,24 +191,23 @@ class _GatherRows(torch.autograd.Function):
             grad: This worker's gradient for the concatenated tensor. The gradients of
                 all workers are added up.
         """
-        return local_shard(all_reduce_sum_(grad.contiguous()), ctx.dim), None
+        # Autograd may use ``grad`` elsewhere, too, so the sum replaces a copy.
+        total = all_reduce_sum_(grad.clone(memory_format=torch.contiguous_format))
+        return local_shard(total, ctx.dim), None
 
 
 def local_shard(tensor: Tensor, dim: int) -> Tensor:
     """Return this worker's part of a tensor with the rows of all workers.
 
-    It undoes :func:`gather_rows`. The part is a view without a copy. Outside a process
-    group ``tensor`` itself is returned. There is no communication.
+    It undoes :func:`gather_rows`. The part is a view without a copy; outside a process
+    group it is the whole tensor. There is no communication.
 
     Args:
         tensor: The tensor with the rows of all workers, in rank order.
         dim: The dimension of the rows. Every worker has equally many.
     """
-    return (
-        tensor.chunk(rank_and_world()[1], dim=dim)[rank_and_world()[0]]
-        if in_group()
-        else tensor
-    )
+    rank, world_size = rank_and_world()
+    return tensor.chunk(world_size, dim=dim)[rank]
 
 
 def all_reduce_sum_(tensor: Tensor) -> Tensor:

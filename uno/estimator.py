@@ -51,7 +51,7 @@ from uno.clustering.num_classes import (
     estimate_num_classes,
     pairs_of_one_class,
 )
-from uno.data.images import evenly_spaced
+from uno.data.images import evenly_spaced, with_every_class
 from uno.expectation import expected_accuracy
 
 UNLABELED = -1  # in y, besides NaN and None
@@ -296,10 +296,12 @@ class NovelClassDiscovery(
 
         Raises:
             ValueError: No row has a label, ``y`` is None or holds values that are no
-                classes, :meth:`fit` was not called (``NotFittedError``), or ``X``
-                differs in its features from that of :meth:`fit` or is not finite.
+                classes, ``X``, ``y`` and ``sample_weight`` differ in length,
+                :meth:`fit` was not called (``NotFittedError``), or ``X`` differs in its
+                features from that of :meth:`fit` or is not finite.
         """
         labels, is_labeled = split_labels(y)
+        check_consistent_length(X, labels, sample_weight)
         if not is_labeled.any():
             raise ValueError(
                 "y has no label, so predictions cannot be compared with it"
@@ -445,8 +447,10 @@ class NovelClassDiscovery(
                 f" {num_clusters} classes to find among them; lower n_novel, or add"
                 " unlabeled rows"
             )
-        by_class = class_of_row.argsort(stable=True)  # so that no class is left out
-        chosen = by_class[evenly_spaced(MAX_CLUSTERED_ROWS, len(labeled))]
+        by_class = class_of_row.argsort(stable=True)
+        labeled, class_of_row = labeled[by_class], class_of_row[by_class]
+        even = evenly_spaced(MAX_CLUSTERED_ROWS, len(labeled))
+        chosen = with_every_class(even, class_of_row.numpy())
         labeled, class_of_row = labeled[chosen], class_of_row[chosen]
         unlabeled = unlabeled[evenly_spaced(MAX_CLUSTERED_ROWS, len(unlabeled))]
         num_novel = low = high = smallest

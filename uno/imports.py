@@ -65,18 +65,19 @@ def check_origin(key: str, name: str, foreign: str) -> None:
         foreign: The directory of the model of unknown origin.
 
     Raises:
-        ConfigError: The top-level package of the code lies in the directory of the
-            model.
+        ConfigError: The top-level package of the code, or a part of it if it is a
+            namespace package, lies in the directory of the model.
     """
     with working_directory():
         found = find_spec(name.partition(":")[0].partition(".")[0])
-    if found is None:
-        return
-    folder = next(
-        iter(found.submodule_search_locations or ()),
-        os.path.dirname(found.origin or ""),
-    )
-    if f"{os.path.realpath(folder)}/".startswith(f"{os.path.realpath(foreign)}/"):
+        if found is None:
+            return
+        # A namespace package has several folders, and a module may lie in any of them.
+        # They depend on sys.path as it is now.
+        folders = list(found.submodule_search_locations or ())
+    folders = folders or [os.path.dirname(found.origin or "")]
+    inside = f"{os.path.realpath(foreign)}/"
+    if any(f"{os.path.realpath(folder)}/".startswith(inside) for folder in folders):
         why = (
             "its code lies in the model's own directory; import it from elsewhere if"
             " you trust it"
@@ -88,7 +89,7 @@ def check_origin(key: str, name: str, foreign: str) -> None:
         what,
         foreign,
         name,
-        folder,
+        " or ".join(folders),
     )
 
 

@@ -279,8 +279,8 @@ def scale_sizes(config: Config, size: Any) -> Values:
         "augment.large.size": size,
         "augment.small.size": max(4, round(small.size * scale)),
         "data.stored_size": max(4, min(round(config.data.stored_size * scale), 1024)),
-        "augment.large.crop_padding": round(large.crop_padding * scale),
-        "augment.small.crop_padding": round(small.crop_padding * scale),
+        "augment.large.crop_padding": min(round(large.crop_padding * scale), 256),
+        "augment.small.crop_padding": min(round(small.crop_padding * scale), 256),
     }
 
 

@@ -25,6 +25,7 @@ from tune.spaces import load_space
 from uno.config import field_traits, override
 from uno.data.sources import read_digits
 from uno.errors import ConfigError, Interrupted
+from uno.imports import check_origin
 from uno.results import predictions
 from uno.session.configure import configure, from_keywords
 
@@ -196,6 +197,21 @@ def test_code_in_a_directory_of_unknown_origin_is_not_imported(
     monkeypatch.chdir(here / "run")
     line = refused(capsys, 2, *command)
     assert "its code lies in the model's own directory" in line
+
+
+def test_a_module_of_a_namespace_package_may_come_with_the_model(
+    tmp_path, monkeypatch, caplog
+):
+    """The package is installed, too. Kills: a check of its first folder alone."""
+    for folder in ("installed", "model"):
+        (tmp_path / folder / "shared_name").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path / "installed")
+    monkeypatch.chdir(tmp_path / "model")
+    name = "shared_name.module:build"
+    with pytest.raises(ConfigError, match="the model's own directory"):
+        check_origin("model.encoder", name, str(tmp_path / "model"))
+    check_origin("model.encoder", name, str(tmp_path / "elsewhere"))
+    assert str(tmp_path / "installed") in caplog.text
 
 
 LAYERS = """

@@ -170,6 +170,16 @@ def test_a_search_compares_steps_by_the_labeled_rows(blobs):
         search.best_estimator_.score(features, np.full(len(features), None))
 
 
+@pytest.mark.parametrize("setting", ["ncd", "gcd"])
+def test_a_class_of_one_row_is_not_lost_among_many_rows(blobs, setting, monkeypatch):
+    features, classes = blobs
+    labels = hide_from(classes, 3)
+    labels[np.flatnonzero(classes == 2)[1:]] = 0
+    monkeypatch.setattr("uno.estimator.MAX_CLUSTERED_ROWS", 50)
+    model = NovelClassDiscovery(3, setting=setting).fit(features, labels)
+    assert model.classes_.tolist() == [0, 1, 2, 3, 4, 5]
+
+
 def test_two_parts_of_one_class_are_named():
     features, classes = make_blobs(400, centers=8 * np.eye(4, 16), random_state=0)
     model = NovelClassDiscovery(3).fit(features, hide_from(classes, 2))
@@ -214,6 +224,15 @@ def test_bad_input_gets_a_clear_error(blobs, parameters, labels, message):
     labels = hide_from(classes, 3) if labels is None else labels
     with pytest.raises(ValueError, match=message):
         NovelClassDiscovery(**parameters).fit(features, labels)
+
+
+def test_a_score_of_unequal_lengths_is_refused(blobs):
+    features, classes = blobs
+    model = NovelClassDiscovery(2).fit(features, hide_from(classes, 3))
+    with pytest.raises(ValueError, match="inconsistent"):
+        model.score(features, classes[:-1])
+    with pytest.raises(ValueError, match="inconsistent"):
+        model.score(features, classes, sample_weight=np.ones(7))
 
 
 def test_the_estimator_imports_neither_ray_nor_a_compiler():

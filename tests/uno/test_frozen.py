@@ -163,6 +163,15 @@ def test_agreement_is_measured_on_a_sample_of_many_rows(monkeypatch):
     assert float((sample - whole).abs().mean()) < 0.1
 
 
+def test_a_class_of_one_row_is_in_the_sample(monkeypatch):
+    """The last known class, too, by which the classes are counted."""
+    points, truth = features(sizes=[60] * 8)
+    truth[180:240] = 0
+    truth[181] = 3
+    monkeypatch.setattr("uno.clustering.frozen.MAX_COMPARED_ROWS", 60)
+    assert solve(points, truth, 4, 4, False)[0].agreement.shape == (8,)
+
+
 def test_too_few_rows_have_no_agreement():
     points, truth = features(sizes=[10, 10, 4, 4])
     result, outputs, _ = solve(points, truth, 2, 2, gcd=True)

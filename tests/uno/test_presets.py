@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.uno.data.builders import failure
-from uno.config import Config, flatten, to_dict
-from uno.presets import CPU, PRESETS, preset
+from uno.config import Config, flatten, override, to_dict
+from uno.presets import CPU, PRESETS, preset, scale_sizes
 
 GOLDEN = Path(__file__).parent / "golden" / "presets.json"
 DEFAULTS = flatten(to_dict(Config()))
@@ -40,6 +40,13 @@ def test_numbers_are_the_published_ones():
         f"{name} {recipe}": differences(preset(name, recipe)) for name, recipe in each
     }
     assert {"defaults": DEFAULTS, **now} == json.loads(GOLDEN.read_text())
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("size", [4, 1024])
+def test_every_preset_takes_images_of_every_size(name, size):
+    base = preset(name)
+    assert override(base, scale_sizes(base, size)).augment.large.size == size
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ from uno.clustering.neighbors import (
     smooth_rows,
     spectral_coordinates,
 )
+from uno.data.images import with_every_class
 
 MAX_DIRECTIONS = 256
 MAX_FITTED_ROWS = 10_000  # rows from which the principal directions are computed
@@ -606,14 +607,17 @@ def cluster_without_half(clustering: Clustering, seed: int) -> Tensor:
 def _sample(labels: Tensor, max_rows: int) -> Tensor:
     """Choose evenly spaced labeled rows, and evenly spaced unlabeled rows.
 
+    A row is added of each known class that would have none.
+
     Args:
         labels: The known class of each row int64 (N,), or ``FREE`` (-1) for unlabeled
             rows.
-        max_rows: The largest number of labeled rows, and of unlabeled rows.
+        max_rows: The largest number of evenly spaced rows of each of the two kinds.
 
     Returns:
         The indices of the chosen rows, int64 (n,), in ascending order.
     """
     kinds = ((labels != FREE).nonzero().flatten(), (labels == FREE).nonzero().flatten())
     spaced = [rows[:: -(-len(rows) // max_rows)] for rows in kinds]
-    return torch.cat(spaced).sort().values
+    chosen = torch.cat(spaced).sort().values
+    return torch.from_numpy(with_every_class(chosen.numpy(), labels.numpy()))

@@ -558,6 +558,20 @@ def evenly_spaced(num: int, total: int) -> np.ndarray:
     return np.arange(num) * total // max(num, 1)
 
 
+def with_every_class(chosen: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """Add to a sample of rows the first row of each class that it lacks.
+
+    Args:
+        chosen: The rows of the sample, int64 (n,), ascending.
+        labels: The class of each of all N rows, int64 (N,).
+
+    Returns:
+        The rows of the larger sample, int64, ascending.
+    """
+    classes, first = np.unique(labels, return_index=True)
+    return np.union1d(chosen, first[~np.isin(classes, labels[chosen])])
+
+
 def spread(
     images: Images,
     kinds: Sequence[np.ndarray],
@@ -580,30 +594,24 @@ def spread(
             int64 (n,) each.
         num: Largest number of rows of each kind to choose.
         labels: Classes of the first kind's rows, int64 (n,). None if they are not
-            known; groups are then not checked for being sorted by class.
+            known; groups are then not checked for being sorted by class, and a class
+            may have no row in the sample.
 
     Returns:
         For each kind the positions of the chosen rows in its row numbers, ascending,
         int64. If a kind has no more than ``num`` rows, they are all. Of images that are
-        stored together, they may be fewer than ``num``. For the first kind they may be
-        a few more: one row is added of each class that only
-        the evenly spaced rows have, if these classes are at most 10 %.
+        stored together, they may be fewer than ``num``. To those of the first kind one
+        row is added of each class that would have none.
     """
-    even = [evenly_spaced(num, len(rows)) for rows in kinds]
-    if images.groups(np.arange(0)) is None or images.prepared(np.arange(0)) is not None:
-        return even
-    found = _whole_groups(images, kinds, num)
+    found = even = [evenly_spaced(num, len(rows)) for rows in kinds]
+    none = np.arange(0)
+    if images.groups(none) is not None and images.prepared(none) is None:
+        found = _whole_groups(images, kinds, num)
     if labels is not None:
-        shown, (all_shown, first) = (
-            np.unique(labels[found[0]]),
-            np.unique(labels[even[0]], return_index=True),
-        )
-        if len(shown) < SORTED_SHARE * len(all_shown):
-            return even
-        lacking = first[~np.isin(all_shown, shown)]
-        # The classes that whole groups do not show are rare ones.
-        if len(lacking) <= (1 - SORTED_SHARE) * len(all_shown):
-            found[0] = np.union1d(found[0], even[0][lacking])
+        in_groups, in_even = (len(np.unique(labels[rows[0]])) for rows in (found, even))
+        if in_groups < SORTED_SHARE * in_even:
+            found = even
+        found[0] = with_every_class(found[0], labels)
     return found
 
 

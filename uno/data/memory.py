@@ -17,7 +17,7 @@ from torch import Tensor
 
 from uno.augment import augment
 from uno.config import Config
-from uno.data.images import Images, ImageSubset, evenly_spaced
+from uno.data.images import Images, ImageSubset, evenly_spaced, with_every_class
 from uno.data.sampling import PRETEXT, Batch, Order, Plan, augment_generator
 from uno.data.splits import Task, train_rows, truth_rows
 
@@ -252,14 +252,17 @@ class TrainSet:
         """Choose a sample of labeled and of unlabeled rows, evenly spaced.
 
         Args:
-            num: The largest number of labeled rows, and of unlabeled rows.
+            num: The number of labeled rows, and of unlabeled rows, to choose.
 
         Returns:
             Two arrays int64, ascending: positions among the labeled rows, and positions
             among the unlabeled rows. They are all rows of a kind that has no more than
-            ``num``.
+            ``num``. To the labeled ones a row is added of each class that would have
+            none.
         """
-        return [evenly_spaced(num, n) for n in (len(self.labels), self.num_unlabeled)]
+        even = evenly_spaced(num, len(self.labels))
+        labeled = with_every_class(even, self.labels.cpu().numpy())
+        return [labeled, evenly_spaced(num, self.num_unlabeled)]
 
     def plan_reading(
         self, chosen: Sequence[np.ndarray], batch_size: int

@@ -254,9 +254,7 @@ def delete_leftovers(storage: Storage) -> None:
     """
     names = [name for name in (RAY_FOLDER, STOP_FILE) if storage.exists(name)]
     names += output.list_temporary_files(storage)
-    # These files may still be written: by a logger's thread, or by Ray's processes.
-    busy = (f"{RAY_FOLDER}/", f"{LOGGERS_FOLDER}/")
     for name in names:
-        if not name.startswith(busy):
+        if not name.startswith(f"{LOGGERS_FOLDER}/"):  # a logger may still write there
             with suppress(StorageError):
                 storage.delete(name)

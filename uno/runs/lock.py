@@ -98,8 +98,13 @@ class RunLock:
 
         The lock file is rewritten. Workers that still have the old token can write no
         more.
+
+        Raises:
+            StorageError: Another command has taken over the lock, or the lock file
+                cannot be read or written.
         """
         with self._mutex:
+            self.storage.check()
             self.storage.token = uuid.uuid4().hex
             self._write_lock()
             return self.storage.token

@@ -102,6 +102,18 @@ def test_a_kind_in_few_of_many_groups_is_not_left_out():
     assert [len(own) for own in found] == [5, 5]
 
 
+@pytest.mark.parametrize("images", [Grouped(1010, 10), InMemory([b""] * 1010)])
+def test_a_sample_has_a_row_of_every_class(images):
+    """In groups and row by row; two classes of a row each that are not chosen."""
+    labels = np.arange(1000) % 4
+    labels[[3, 999]] = 4, 5
+    kinds = [np.arange(1000), np.arange(1000, 1010)]
+    labeled, unlabeled = spread(images, kinds, 40, labels)
+    assert {*labels[labeled].tolist()} == {*range(6)}
+    assert len(labeled) <= 42 and len(unlabeled) == 10
+    assert labeled.tolist() == sorted({*labeled.tolist()})
+
+
 @pytest.mark.parametrize(
     ("images", "size", "expected"),
     [

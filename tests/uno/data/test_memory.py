@@ -48,6 +48,13 @@ def test_sets_hold_the_readable_rows_of_the_digits():
         assert torch.equal(labels, truth[expected])
 
 
+def test_a_sample_of_labeled_rows_has_every_class():
+    task, images, _, _ = load_resident(DIGITS, threads=2)
+    train = assemble(task, images, np.ones(len(images), bool))
+    labeled, unlabeled = train.choose_rows(3)
+    assert {*train.labels[labeled].tolist()} == {*range(5)} and len(unlabeled) == 3
+
+
 def contents(train):
     return {
         name: value[:] if isinstance(value, RowBlocks) else value

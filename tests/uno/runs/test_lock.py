@@ -113,6 +113,9 @@ def test_a_holder_that_lost_its_claim_does_not_take_it_back(storage):
     assert json.loads(storage.read(lock.LOCK_FILE)) == {"token": "successor"}
     with pytest.raises(StorageError, match="was taken over"):
         sleeper.storage.write("a.txt", b"1")
+    with pytest.raises(StorageError, match="was taken over"):
+        sleeper.replace_token()
+    assert json.loads(storage.read(lock.LOCK_FILE)) == {"token": "successor"}
 
 
 def test_a_new_token_shuts_out_the_workers_of_the_old_one(storage):
