@@ -96,8 +96,11 @@ class RunLock:
     def replace_token(self) -> str:
         """Replace the token of the lock by a random one, and return the new token.
 
-        The lock file is rewritten. Workers that still have the old token can write no
-        more.
+        The lock file is rewritten, without a look at its content. Workers that still
+        have the old token can write no more.
+
+        Raises:
+            StorageError: The lock file cannot be written.
         """
         with self._mutex:
             self.storage.token = uuid.uuid4().hex
@@ -110,6 +113,9 @@ class RunLock:
         Temporary files of the lock, which commands left that were killed while they
         held it, are deleted, too. If another command has taken over the lock, nothing
         is deleted.
+
+        Raises:
+            StorageError: The lock file cannot be read, or a file cannot be deleted.
         """
         self._released.set()
         with self._mutex:
