@@ -145,7 +145,12 @@ def augment_crops(
         side: The side of the stored square images in pixels.
 
     Returns:
-        One float32 tensor (B,3,size,size) for each view, on the device of the crops.
+        One float32 tensor (B,3,size,size) for each view, the large views first, on the
+        device of the crops.
+
+    Raises:
+        ValueError: ``crops`` has another number of tensors than there are kinds, or a
+            crop of fixed size is larger than the padded stored image.
     """
     views: list[Tensor] = []
     for kind, crop in zip(kinds(config), crops, strict=True):
@@ -188,9 +193,9 @@ def normalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Te
     """Return ``(images - mean) / std`` for each channel.
 
     Args:
-        images: (...,3,H,W) in 0-1.
-        mean: The mean of each of the 3 channels.
-        std: The standard deviation of each channel.
+        images: float32 (...,3,H,W) in 0-1, which stay as they are.
+        mean: The mean of each of the 3 channels, on the same scale.
+        std: The standard deviation of each channel, on the same scale.
 
     Returns:
         A new float32 tensor of the same shape.
@@ -267,11 +272,17 @@ def to_params(config: ViewConfig, numbers: Tensor, side: int) -> AugmentParams:
     column = iter(numbers[:, BOX_NUMBERS:].unbind(1))
 
     def coin(probability: float) -> Tensor:
-        """Return a mask (N * V,), true with a probability, from the next column."""
+        """Return a mask, bool (N * V,), that is true with the given probability.
+
+        It uses up the next column of the random numbers, one number for each view.
+        """
         return next(column) < probability
 
     def uniform(low: float, high: float) -> Tensor:
-        """Return numbers (N * V,), ``low`` to ``high``, from the next column."""
+        """Return float32 numbers (N * V,), uniform from ``low`` to ``high``.
+
+        It uses up the next column of the random numbers, one number for each view.
+        """
         return (low + (high - low) * next(column)).float()
 
     c = config
@@ -483,7 +494,7 @@ def _on_rows(
 def _crop(images: Tensor, draws: AugmentParams, config: ViewConfig) -> Tensor:
     """Crop, resize and flip images with two batched matrix products.
 
-    Without crop, resizing and any flip the images are only repeated.
+    Without crop, resizing and any flip the images are only scaled to 0-1 and repeated.
 
     Args:
         images: uint8 (B,3,S,S).
@@ -789,7 +800,7 @@ def equalize(images: Tensor) -> Tensor:
     The images are rounded to these levels, and the arithmetic is PIL's, in integers. A
     level becomes the number of darker pixels divided by ``step`` and rounded. ``step``
     is 1/255 of the number of pixels below the brightest level present, rounded down. A
-    channel with step 0 stays as it is.
+    channel with step 0 is only rounded to the levels.
 
     Args:
         images: float32 (B,3,H,W) in 0-1.

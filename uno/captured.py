@@ -101,8 +101,11 @@ class CapturedStep:
     ) -> Tensor:
         """Take one training step on a batch, by replaying the recorded kernels.
 
-        The first calls run the step as it is, and the next call records it. A batch
-        with other shapes than the recorded one also runs the step as it is.
+        The first three calls (:data:`EAGER_STEPS`) run the step without a recording.
+        The fourth call records the step and replays it, and later calls replay it. A
+        batch with other shapes than the recorded one runs the step without the
+        recording. If ``state.extra`` is another dict than in the last call, all of this
+        begins anew.
 
         Args:
             state: The state of training: model, optimizer and counters. It is updated.
@@ -111,7 +114,8 @@ class CapturedStep:
             lr: The learning rate of this step.
 
         Returns:
-            The loss, float32 (1,), detached. The next replay overwrites it.
+            The loss, (1,), detached. After a replay it is the float32 tensor that the
+            next replay overwrites.
         """
         if self._extra is not state.extra:
             self._recording, self._num_eager = None, 0
@@ -143,7 +147,8 @@ class CapturedStep:
         The gradients of the parameters are set to None before.
 
         Args:
-            state: The state of training. Its model and its step number are not changed.
+            state: The state of training. Its weights and its step number are not
+                changed. Its ``grad_norm`` becomes a tensor that each replay overwrites.
             batch: A batch of the right shapes. The recording reads a copy of it.
             config: The configuration of the run.
 

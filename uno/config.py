@@ -981,14 +981,15 @@ class Config(Section):
     def _check(self) -> Config:
         """Check the sections against each other and against the discovery method.
 
-        The discovery method is imported, and the pretext task if it has epochs.
+        The discovery method is imported if one of the checks needs it, and the pretext
+        task if it has epochs.
 
         Returns:
             The configuration itself, as pydantic requires.
 
         Raises:
             ValueError: Two settings do not go together, and the message names them. Or
-                the pretext task has epochs and does not exist.
+                the pretext task has epochs and cannot be loaded.
         """
         if self.pretext.epochs:
             load_pretext(self.pretext.task)
@@ -1050,6 +1051,9 @@ def why_not_gcd(config: Config) -> str | None:
         ``objective.concat`` is off, or an added term of the objective that takes
         unlabeled rows for novel ones (IIC, the queue) is on. None if nothing is in the
         way.
+
+    Raises:
+        ConfigError: The method cannot be loaded.
     """
     if not load(config.method).supports_gcd:
         return f"data.setting gcd does not go with method {config.method}"
@@ -1069,7 +1073,11 @@ def why_not_gcd(config: Config) -> str | None:
 def clusters_features(config: Config) -> bool:
     """Return whether the method of a run clusters features instead of training heads.
 
-    Such a method needs more unlabeled rows than clusters.
+    That is so if its attribute ``trains`` is False. Such a method needs more unlabeled
+    rows than clusters.
+
+    Raises:
+        ConfigError: The method cannot be loaded.
     """
     return not load(config.method).trains
 
@@ -1333,10 +1341,10 @@ def differing_keys(old: Mapping[str, Any], new: Config) -> list[str]:
 
 
 def config_hash(config: Config) -> str:
-    """Return a hash, 12 hex digits, of all settings that change what is learned.
+    """Return a hash, 12 hex digits, of the settings that may not change on resume.
 
-    Settings for logging and for the place of execution do not change it, which are
-    those with :func:`may_change_on_resume`.
+    Those for logging, checkpoints and the place of execution do not change the hash,
+    see :func:`may_change_on_resume`.
     """
     return hashlib.sha256(
         json.dumps(training_settings(config), sort_keys=True).encode()
@@ -1344,9 +1352,10 @@ def config_hash(config: Config) -> str:
 
 
 def training_settings(config: Config) -> dict[str, Any]:
-    """Return all settings that change what is learned, by dotted key.
+    """Return the settings that may not change when a run resumes, by dotted key.
 
-    Settings for logging and for the place of execution are left out.
+    They are those that can change what is learned. Settings for logging, checkpoints
+    and the place of execution are left out, see :func:`may_change_on_resume`.
     """
     return {
         key: value
@@ -1372,8 +1381,7 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
         nor the values are compared with the schema.
 
     Raises:
-        ConfigError: The file cannot be read, holds no mapping, or exceeds a limit of
-            :func:`parse_yaml`.
+        ConfigError: The file cannot be read, or :func:`parse_yaml` refuses its content.
     """
     # Imported here, because a command line without a file needs no pyarrow.
     from uno.data.files import read_bytes
@@ -1402,7 +1410,9 @@ def parse_yaml(data: bytes, where: str) -> Mapping[str, Any]:
         comments.
 
     Raises:
-        ConfigError: The content is no such mapping, or exceeds a limit.
+        ConfigError: The content is not UTF-8 or not valid YAML, holds something else
+            than a mapping, has an alias, or exceeds a limit of size, depth, number of
+            values or digits of a number.
     """
     if len(data) > MAX_CONFIG_BYTES:
         raise ConfigError(f"{where} is larger than {MAX_CONFIG_BYTES} bytes")

@@ -97,11 +97,12 @@ class Cropper:
         images: Sequence[Image],
         squares: np.ndarray | None = None,
     ) -> tuple[np.ndarray, list[str | None]]:
-        """Cut the random views of n images, each of which is decoded once.
+        """Cut the random views of n images, each of which is read once.
 
         Where a view is cut depends only on the attributes, the step and the position,
-        so another call with these cuts the same views. The views are cut and resized,
-        but not flipped and not changed in color.
+        and for ``resized`` crops on the size of the image, so another call with these
+        cuts the same views. The views are cut and resized, but not flipped and not
+        changed in color.
 
         Args:
             steps: int64 (n,), the number of the training step that uses each image.
@@ -157,8 +158,9 @@ class Cropper:
             One array for the large views, and one for the small views if there are any.
             For ``resized`` crops it holds the random numbers (n,V,23) that
             :func:`uno.augment.resized_boxes` takes, because their boxes depend on the
-            size of the image. For other crops it holds boxes (n,V,4) in pixels of the
-            centered, resized square of the image: top, left, height, width.
+            size of the image. For other crops it holds boxes (n,V,4) in whole pixels of
+            the centered, resized square of the image: top, left, height, width. With
+            padding they may reach outside the square.
 
         Raises:
             ValueError: A crop of fixed size is larger than the padded square.
@@ -187,7 +189,7 @@ class Cropper:
         """Decode one image, and write its views into given tensors.
 
         Args:
-            image: The encoded image.
+            image: Encoded bytes, a path or URI, or pixels uint8 (H, W, 3).
             planned: For each kind of views (large, small) the row of this image in the
                 result of :meth:`_draw_crops`.
             out: For each kind its V views, uint8 (3, size, size), which are
@@ -216,13 +218,13 @@ class Cropper:
         """Decode an image into the two sizes that its views are cut from.
 
         Args:
-            image: The encoded image.
+            image: Encoded bytes, a path or URI, or pixels uint8 (H, W, 3).
             with_square: Whether the square is needed even if no view is cut from it.
 
         Returns:
             The center of the image, resized to the stored square, uint8 (3, side,
-            side); and the whole image, uint8 (H, W, 3 or 4). One of them is None if it
-            is not needed.
+            side); and the whole image, uint8 (H, W, 3 or 4), which for a JPEG may be
+            decoded at a smaller scale. One of them is None if it is not needed.
 
         Raises:
             BadImage: The image cannot be decoded.

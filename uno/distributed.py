@@ -261,8 +261,8 @@ class RankTask(NamedTuple):
 
     Attributes:
         num_rows: The length of the result.
-        run: Returns the result, int64 (num_rows,) on the CPU. It runs in a thread, and
-            calls no collective.
+        run: Returns the result, int64 (num_rows,) on the CPU. With several ranks it
+            runs in a thread, and must not call a collective.
     """
 
     num_rows: int
@@ -272,9 +272,10 @@ class RankTask(NamedTuple):
 def run_tasks(tasks: Sequence[RankTask], device: torch.device) -> list[Tensor]:
     """Divide tasks among the ranks, and return all results on every rank.
 
-    Rank r of W computes the tasks r, r + W, r + 2W and so on. All ranks call this. With
-    several ranks the tasks run in a thread, and an error of a task is raised on its
-    rank once all ranks have finished.
+    Rank r of W computes the tasks r, r + W, r + 2W and so on, one after the other. All
+    ranks call this. With several ranks the tasks run in a thread. An error of a task
+    ends the tasks of its rank, and is raised on this rank alone, after all ranks have
+    finished theirs.
 
     Args:
         tasks: The same tasks on every rank.

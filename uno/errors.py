@@ -20,26 +20,33 @@ class UnoError(Exception):
 class ConfigError(UnoError, ValueError):
     """A problem of the configuration or the data that the user can fix.
 
-    Nothing was started.
+    Most such problems are found before any training begins.
     """
 
     exit_code = 2
 
 
 class NumericsError(UnoError):
-    """The loss stayed non-finite after a roll-back; the message names the step."""
+    """The numbers of training or of an exported model are wrong.
+
+    For example the loss was not finite and a roll-back did not help, or every trial of
+    a sweep failed, or an exported model differs from the original.
+    """
 
     exit_code = 3
 
 
 class StorageError(UnoError):
-    """A run directory, checkpoint or table could not be written or read back."""
+    """A file, such as a checkpoint, could not be read or written, or is damaged."""
 
     exit_code = 4
 
 
 class Interrupted(UnoError):
-    """The run was saved and stopped from outside; the same command resumes it."""
+    """A command was stopped from outside, or a process that it needs was lost.
+
+    The same command resumes the work from what was saved.
+    """
 
     exit_code = 75
 

@@ -96,10 +96,11 @@ class NovelClassDiscovery(
         expected_accuracy_interval_: Lower and upper end of the interval that holds nine
             tenths of such tasks.
         n_novel_interval_: Lower and upper end of the interval of the estimate, or twice
-            ``n_novel`` if it was given.
+            ``n_novel`` if it is a number; (0, 0) if ``fit`` got no unlabeled row.
         similar_classes_: Pairs of novel classes that look like parts of one class, the
-            most similar first: as many as ``n_novel`` is larger than the number of
-            novel classes that :mod:`uno.clustering.num_classes` estimates.
+            most similar first: at most as many as ``n_novel`` is larger than the number
+            of novel classes that :mod:`uno.clustering.num_classes` estimates. The list
+            is empty if ``n_novel`` is ``"auto"``.
         mean_: Mean (D',) of the rows after scaling to length one.
         directions_: Matrix (D', P) to coordinates in which known classes vary alike in
             all directions.
@@ -319,7 +320,8 @@ class NovelClassDiscovery(
         """Map features to the coordinates in which rows and classes are compared.
 
         Rows are scaled to length one, centered, projected to their leading principal
-        directions, and whitened within the known classes.
+        directions, and whitened within the known classes. If :meth:`fit` got a sparse
+        matrix, ``svd_`` reduces the features first. The estimator is not changed.
 
         Args:
             X: Features (N, D), D as in :meth:`fit`.
@@ -517,7 +519,7 @@ def stack_vectors(X: Any) -> Any:  # noqa: N803
         as an array or another frame, is returned as it is.
 
     Raises:
-        ValueError: The vectors have different lengths.
+        ValueError: The vectors have different lengths, or a column of objects is empty.
     """
     if hasattr(X, "columns") and X.shape[1] == 1:
         only = X[X.columns[0]]
@@ -540,8 +542,8 @@ def split_labels(y: ArrayLike) -> tuple[NDArray[Any], NDArray[np.bool_]]:
 
     Returns:
         The labels (N,), which have no meaning for unlabeled rows; and a mask (N,) that
-        is true for labeled rows. Labels of an array of objects become strings or
-        numbers if any row is labeled.
+        is true for labeled rows. Labels of an array of objects become strings, numbers
+        or booleans if any row is labeled.
 
     Raises:
         ValueError: ``y`` is None, is not one column, or holds values that are no
@@ -587,7 +589,7 @@ def name_novel_classes(known: NDArray[Any], num_novel: int) -> NDArray[Any]:
 
     Returns:
         The names (C_u,). If the known classes are numbers: the integers that follow the
-        largest one, in the type of ``known``, or a wider one if they do not fit.
+        largest one, in the type of ``known`` or a wider one in which they fit.
         Otherwise, also for booleans, the strings ``"novel-1"``, ``"novel-2"``, ... of
         which names of known classes are left out.
     """

@@ -136,7 +136,9 @@ def outside_calibration(
     """Return the properties of a task for which its expected accuracy is less certain.
 
     The interval of an expected accuracy holds for tasks like those that it was
-    calibrated on. These are properties that none of the calibration tasks has.
+    calibrated on. The properties are numbers outside the range of these tasks, another
+    encoder than theirs, and a single known class: there are calibration tasks with one
+    known class, but the expectations of such tasks were too high.
 
     Args:
         num_rows: Number of unlabeled rows, which are images or vectors.
@@ -168,7 +170,7 @@ def outside_calibration(
 
 
 def describe_outside(values: Mapping[str, float]) -> list[str]:
-    """Describe in words the properties that no calibration task has.
+    """Describe in words why the expected accuracy of a task is less certain.
 
     Args:
         values: The numbers by property that :func:`outside_calibration` returns.

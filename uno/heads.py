@@ -34,9 +34,11 @@ class Prototypes(nn.Module):
 
         Args:
             features: Features (..., B, D) of any length. They are scaled to length one.
+                The weights (H, K, D) of several heads take features (H, B, D), or (B,
+                D) for all heads.
 
         Returns:
-            Cosines (..., B, K).
+            Cosines (..., B, K), float32 or float64; (H, B, K) for several heads.
         """
         return self.cosines(unit(features))
 
@@ -49,10 +51,12 @@ class Prototypes(nn.Module):
 
         Args:
             directions: Unit vectors (..., B, D), float32 or float64, as :func:`unit`
-                returns them.
+                returns them. The weights (H, K, D) of several heads take (H, B, D), or
+                (B, D) for all heads.
 
         Returns:
-            Cosines (..., B, K), in the type of ``directions``.
+            Cosines (..., B, K), in the type of ``directions``; (H, B, K) for several
+            heads.
         """
         with torch.autocast(directions.device.type, enabled=False):
             return directions @ self.weight.mT.to(directions.dtype)

@@ -55,9 +55,10 @@ def check_origin(key: str, name: str, foreign: str) -> None:
     """Check that code that a downloaded model names does not come with the model.
 
     A model's configuration can name code that is imported when the model is loaded. In
-    a model of unknown origin it must be code that the user has installed. If so, a
-    warning is logged that says which code the model calls. If there is no such code on
-    this machine, nothing happens. Nothing is imported here.
+    a model of unknown origin this must be code that the user has installed elsewhere.
+    If it lies elsewhere, a warning is logged that says which code the model calls. If
+    its top-level package is not found on this machine, nothing happens. This function
+    imports nothing.
 
     Args:
         key: The key of the model's configuration that holds the name.
@@ -65,8 +66,9 @@ def check_origin(key: str, name: str, foreign: str) -> None:
         foreign: The directory of the model of unknown origin.
 
     Raises:
-        ConfigError: The top-level package of the code, or a part of it if it is a
-            namespace package, lies in the directory of the model.
+        ConfigError: The top-level package or module of the code, or one of several
+            folders of a namespace package, lies in the directory of the model or in a
+            folder below it.
     """
     with working_directory():
         found = find_spec(name.partition(":")[0].partition(".")[0])

@@ -18,12 +18,14 @@ from uno.methods import Method, load
 class Logits(NamedTuple):
     """The outputs of the network for V views of B rows: cosines with prototypes.
 
-    All are float32.
+    The outputs of heads are at least float32. The features have the type that the
+    encoder returns, which is bfloat16 if training uses it.
 
     Attributes:
         known: (V, B, C_l), of the known head.
         novel: (V, H, B, C_u), of the cluster heads; None if the model has no novel
-            head.
+            head. H is 1 for the novel head of a baseline. The head of DTC gives
+            log-similarities instead of cosines.
         over: (V, H, B, m C_u), of the overclustering heads; None if the model has none.
         features: (V, B, D), the features of the encoder, before the adapter.
         directions: (V, H or 2H, B, P), the projections of the cluster heads, then of
@@ -131,8 +133,9 @@ class UnoModel(nn.Module):
     def normalize_prototypes_(self) -> None:
         """Scale all prototypes to length one, in place.
 
-        This is called before each forward pass of training, before evaluation and
-        before saving.
+        Only modules of the class :class:`uno.heads.Prototypes` are changed. Training
+        calls this before each forward pass. A trained model or a teacher that is loaded
+        from a checkpoint is normalized once after that.
         """
         for module in self.modules():
             if isinstance(module, Prototypes):
@@ -216,9 +219,12 @@ def build_network(
             head alone, as in pretraining.
         seed: Equal seeds give equal weights. The global random state is not changed.
 
+    Returns:
+        The network on the CPU, in training mode.
+
     Raises:
-        ConfigError: There is no such method or encoder, a package is missing, or the
-            encoder has no last stage to fine-tune.
+        ConfigError: There is no such method or encoder, a package is missing, the
+            encoder has no last stage to fine-tune, or the novel head does not fit it.
     """
     method = load(config.method) if num_novel else None
     with torch.random.fork_rng(devices=[]):

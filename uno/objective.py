@@ -182,7 +182,7 @@ def global_targets(
 
     Args:
         families: F tensors (V, H, B, K_f), cosines of the cluster heads, then those of
-            the overclustering heads. B are this worker's rows.
+            the overclustering heads. B is the number of this worker's rows.
         num_large: The first ``num_large`` views give targets.
         num_labeled: The first ``num_labeled`` rows have labels.
         objective: The settings of Sinkhorn and of the pseudo-labels.
@@ -199,8 +199,9 @@ def global_targets(
             their clusters.
 
     Returns:
-        The pseudo-labels: F tensors (V_large, H, B_u, K_f), or (V_large, H, B_u, C_l +
-        K_f) with a prior over all C outputs. Rows sum to one. They have no gradient.
+        The pseudo-labels of this worker's B_u unlabeled rows: F tensors (V_large, H,
+        B_u, K_f), or (V_large, H, B_u, C_l + K_f) with a prior over all C outputs. Rows
+        sum to one. They have no gradient.
     """
     priors: list[Tensor | None] = [prior, *[None] * (len(families) - 1)]
     if prior is not None and known is not None and len(prior) > families[0].shape[-1]:
@@ -243,9 +244,10 @@ def unified_objective(
     """Compute the unified objective of one batch (Eq. 1-5).
 
     The loss is the mean over families and heads (Sec. 3.3). In the GCD setting the
-    unlabeled rows choose among all C outputs (UNO+, Vaze et al., CVPR 2022). The
-    prototypes of the model are scaled to length one first, in place. All workers call
-    this, because pseudo-labels come from the rows of all workers.
+    unlabeled rows choose among all C outputs (UNO+, Vaze et al., CVPR 2022). If
+    ``logits`` is None, the prototypes of the model are scaled to length one first, in
+    place. All workers call this, because pseudo-labels come from the rows of all
+    workers.
 
     Args:
         state: The state of training, with the model. ``state.extra["prior"]`` is the

@@ -338,8 +338,8 @@ def forward(state: TrainState, batch: Batch) -> Logits:
         batch: The batch of V views.
 
     Returns:
-        Cosines of all rows with the prototypes of all heads, and the features of the
-        rows.
+        The outputs of all heads for all rows, which are cosines with prototypes, and
+        the features of the rows.
     """
     state.model.normalize_prototypes_()
     with torch.autocast(state.device.type, torch.bfloat16, enabled=state.autocast):

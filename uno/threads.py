@@ -65,7 +65,10 @@ def start_pool(num_threads: int, name: str) -> ThreadPoolExecutor:
     started = threading.Barrier(num_threads)
 
     def begin(_: int) -> None:
-        """Set this thread's number of CPU threads to 1, and wait for all threads."""
+        """Let PyTorch use one CPU thread in this thread of the pool.
+
+        This returns when all threads of the pool have begun.
+        """
         torch.set_num_threads(1)
         assert torch.get_num_threads() == 1  # the first use
         started.wait()

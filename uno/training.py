@@ -327,9 +327,9 @@ class Health:
     def is_lost(self, state: TrainState) -> bool:
         """Return whether training must be rolled back to the newest checkpoint.
 
-        It must if the state has a value that is not finite, or if more than
-        :data:`MAX_SKIPPED_STEPS` steps were skipped since the last call that saw no new
-        one. A step is skipped if a gradient is not finite.
+        It must if the model has a weight or running statistic that is not finite, or if
+        more than :data:`MAX_SKIPPED_STEPS` steps were skipped since the last call that
+        saw no new one. A step is skipped if a gradient is not finite.
 
         All ranks must call this, and get the same answer. This synchronizes the device.
         A warning is logged if steps were skipped since the last call.
@@ -349,7 +349,7 @@ class Health:
         )
 
     def roll_back_(self, state: TrainState, storage: Storage, phase: Phase) -> None:
-        """Return training to the newest checkpoint, at most once in a phase.
+        """Return training to the newest checkpoint, at most once for this object.
 
         A warning is logged, and the counts of skipped steps begin anew.
 
@@ -359,7 +359,8 @@ class Health:
             phase: The phase that is trained.
 
         Raises:
-            NumericsError: There is no checkpoint, or the phase was rolled back before.
+            NumericsError: There is no checkpoint, or this object has rolled back
+                training before.
             StorageError: The checkpoint does not fit the model, or all are damaged.
         """
         at = f"{phase.name} step {state.step}"
@@ -427,8 +428,9 @@ def _save(
         wait: Whether all ranks wait until the file is written and old ones are deleted.
 
     Raises:
-        StorageError: The file, or an earlier one, cannot be written. It is raised on
-            rank 0 alone: here if ``wait``, otherwise by the next call of the journal.
+        StorageError: An earlier file could not be written; or, if ``wait``, this file
+            cannot be written. Without ``wait`` the next call of the journal raises the
+            error of this file. Only rank 0 raises these errors.
     """
     tensors = state_tensors(state)
     for name in ("epoch_losses", "window_loss"):
@@ -560,8 +562,9 @@ class StepTimer:
             is the time in seconds that was spent waiting for data.
 
     Attributes:
-        rank_ms: Milliseconds in a step until the end of this rank's forward pass, as of
-            the last :meth:`collect`.
+        rank_ms: Milliseconds in a step until the end of this rank's forward pass, the
+            mean of the steps before the last :meth:`collect`; 0 before the first.
+        close: Removes the hook from the module.
     """
 
     def __init__(self, state: TrainState, batches: object) -> None:
@@ -591,14 +594,15 @@ class StepTimer:
 
         Returns:
             Values by name. "images_per_s" is images per second over all ranks, and
-            "step_ms" milliseconds per step. With several ranks,
-            "images_per_s_per_device" is images per second and rank. "rank_ms_min",
-            "rank_ms_median" and "rank_ms_max" are milliseconds from the begin of a step
-            to the end of a rank's forward pass. "slow_rank" is the slowest rank, if it
-            needs more than 1.3 times the median. "data_wait", only for streamed data,
-            is the largest share of the time in which a rank waited for data, 0-1.
-            "peak_memory_gb", only on GPUs, is the largest memory of a GPU so far, in
-            GB.
+            "step_ms" milliseconds per step. The following values are only there with
+            several ranks: "images_per_s_per_device" is images per second and rank;
+            "rank_ms_min", "rank_ms_median" and "rank_ms_max" are milliseconds from the
+            begin of a step to the end of a rank's forward pass; and "slow_rank" is the
+            number of the slowest rank, if it needs more than 1.3 times the median. Two
+            values do not depend on the number of ranks: "data_wait", only for streamed
+            data, is the largest share of the time in which a rank waited for data, 0-1;
+            and "peak_memory_gb", only on GPUs, is the largest memory of a GPU so far,
+            in GB.
         """
         device = self._state.device
         seconds = time.perf_counter() - self._window_start

@@ -68,7 +68,12 @@ class FeatureSpace:
     directions: Tensor
 
     def __call__(self, features: Tensor) -> Tensor:
-        """Map features (N, D) to coordinates (N, P)."""
+        """Map features (N, D) to coordinates in this space, float32 (N, P).
+
+        Each row is scaled to length one first. The mean of the space is then
+        subtracted, and the result multiplied by the directions. The coordinates are not
+        scaled again.
+        """
         return F.normalize(features.float(), dim=1).sub(self.mean) @ self.directions
 
 
@@ -80,8 +85,8 @@ class FrozenClusters:
         space: The map to the coordinates in which rows are compared with the
             prototypes.
         prototypes: The directions (unit vectors) of the means of C_l known and then C_u
-            novel classes, (C_l + C_u, P). A row is zero if there were fewer distinct
-            rows than classes.
+            novel classes, (C_l + C_u, P). A row is zero if its class has no rows, as
+            can happen if there are fewer distinct rows than classes.
         agreement: The share of the unlabeled rows on which each of A other clusterings
             agrees with this one, (A,), in the order of :func:`measure_agreement`; empty
             if there were too few rows.
@@ -124,8 +129,8 @@ def discover_clusters(
     Returns:
         The map to the whitened coordinates; the prototypes of all classes in them; the
         share of unlabeled rows on which each of eight other clusterings agrees with
-        this one, see :func:`measure_agreement`; and the pairs of novel classes that
-        have many neighbors in each other.
+        this one, empty if there are too few rows, see :func:`measure_agreement`; and
+        the pairs of novel classes that mix most.
     """
     features = torch.cat([labeled, unlabeled])
     principal = fit_principal_space(features)
@@ -145,15 +150,15 @@ def discover_clusters(
 def fit_principal_space(features: Tensor) -> FeatureSpace:
     """Fit the map of features to their leading principal directions.
 
-    At most ``MAX_FITTED_ROWS`` evenly spaced rows are used.
+    At most ``MAX_FITTED_ROWS`` evenly spaced rows are used for the fit.
 
     Args:
-        features: Features (N, D) of any length.
+        features: Features (N, D), whose rows need not have length one.
 
     Returns:
-        The map to coordinates (N, P), with P at most ``MAX_DIRECTIONS`` and D. It
-        scales its input to length one, subtracts the mean and projects; it does not
-        whiten.
+        The map to coordinates (N, P), where P is the smaller of ``MAX_DIRECTIONS`` and
+        D. It scales its input to length one, subtracts the mean and projects; it does
+        not whiten.
     """
     step = -(-len(features) // MAX_FITTED_ROWS)
     rows = F.normalize(features[::step].float(), dim=1)
@@ -226,7 +231,10 @@ class Clustering:
     def of(
         cls, points: Tensor, labels: Tensor, num_novel: int, gcd: bool
     ) -> "Clustering":
-        """Prepare rows to be clustered, and find their nearest neighbors.
+        """Prepare rows to be clustered, and find their nearest neighbors by cosine.
+
+        At most 10 neighbors of each row are searched among the rows that are to be
+        clustered. Nothing is clustered yet.
 
         Args:
             points: The labeled and unlabeled rows, scaled to length one, (N, P).
@@ -263,7 +271,8 @@ class Clustering:
                 ("smoothed k-means") the means of rows and their nearest neighbors,
                 ``SPECTRAL`` ("spectral clustering") spectral coordinates of the
                 neighbor graph.
-            num_novel: Number of novel clusters to find.
+            num_novel: Number of novel clusters to find, which may differ from that of
+                this object.
             num_starts: Number of starts of k-means, of which the best counts.
             seed: Seed of k-means.
 
@@ -292,9 +301,8 @@ class Clustering:
 
         The number of novel clusters before merging grows with the variation of the
         known classes' sizes, up to three times ``num_novel``. It exceeds ``num_novel``
-        only as far as there are ``MIN_ROWS_PER_CLUSTER`` unlabeled rows for each of
-        these clusters. The factors were chosen on other data sets:
-        docs/results/clustering.md.
+        only as far as there are on average ``MIN_ROWS_PER_CLUSTER`` unlabeled rows for
+        each of these clusters. Merging then leaves ``num_novel`` novel clusters.
 
         Args:
             seed: Seed of k-means.
@@ -312,9 +320,11 @@ class Clustering:
         return self.merged(clusters, num_start - self.num_novel)
 
     def merged(self, clusters: Tensor, num_merges: int) -> Tensor:
-        """Merge the clusters with the most neighbors in each other, pair by pair.
+        """Merge clusters pair by pair, those that mix most first.
 
-        Two clusters of known classes are never merged, see :func:`merge_clusters`.
+        Two clusters of known classes are never merged, see :func:`merge_clusters`. In
+        generalized category discovery a novel cluster can merge into a known class,
+        otherwise only into another novel cluster.
 
         Args:
             clusters: The cluster of each row, int64 (N,). There are ``num_merges`` more
@@ -368,9 +378,9 @@ class Clustering:
         )
 
     def similar_pairs(self, clusters: Tensor) -> Tensor:
-        """Return the pairs of novel clusters with the most neighbors in each other.
+        """Return the pairs of novel clusters that mix most, by nearest neighbors.
 
-        Such pairs may be parts of one class.
+        Such pairs may be parts of one class. Nothing is merged.
 
         Args:
             clusters: The cluster of each row, int64 (N,).
@@ -378,8 +388,9 @@ class Clustering:
         Returns:
             float64 (n, 3), with at most ``MAX_SIMILAR_PAIRS`` pairs, the most similar
             first: the indices of both among the novel clusters, and their mixing, which
-            is above 0. It is the number of nearest neighbors that they have in each
-            other, divided by the number expected if their rows were divided at random.
+            is above 0. The mixing is the number of nearest neighbors that they have in
+            each other, divided by the number expected if the rows of both were divided
+            at random.
         """
         mixed = compute_mixing(*self.links_and_sizes(clusters, self.num_classes))[
             self.num_known :, self.num_known :
@@ -396,9 +407,9 @@ class Merge(NamedTuple):
     Attributes:
         first: The cluster that remains, with the rows of both. It has the lower number.
         second: The other cluster, whose number is not used again.
-        closeness: The mixing of the two, plus at most 1e-6 for the cosine of their
-            means.
-        num_rows: Number of rows of the smaller of the two.
+        closeness: The mixing of the two, plus 1e-6 times the cosine of the means that
+            the clusters of these numbers had before any merge.
+        num_rows: Number of rows of the smaller of the two, before they merge.
     """
 
     first: int
@@ -415,14 +426,14 @@ def merge_pairs(
     The mixing of two clusters is the number of nearest neighbors that they have in each
     other, relative to a random division of their rows, see
     :func:`uno.clustering.neighbors.compute_mixing`. Pairs with a mixing of 0 are
-    ordered by the cosine of their means. Clusters of less than ``min_rows`` rows merge
-    before all others.
+    ordered by the cosine of their means. Pairs of which one cluster has less than
+    ``min_rows`` rows merge before all others.
 
     Args:
         links: At (a, b) the number of nearest neighbors of the rows of cluster a that
             are in cluster b, (K, K), of :func:`uno.clustering.neighbors.count_links`.
         sizes: Number of rows of each cluster, (K,).
-        cosines: Cosines of the clusters' means, (K, K).
+        cosines: Cosines of the clusters' means, (K, K). Merges do not update them.
         can_merge: At (a, b) with a < b whether cluster b may merge into cluster a, bool
             (K, K). Other entries do not count.
         min_rows: Number of rows from which on clusters merge in the order of their
@@ -457,10 +468,11 @@ def merge_pairs(
 def merge_clusters(
     links: Tensor, sizes: Tensor, cosines: Tensor, num_known: int, num_merges: int
 ) -> Tensor:
-    """Merge clusters until there are ``num_merges`` less, those that mix most first.
+    """Merge ``num_merges`` pairs of clusters, those that mix most first.
 
     The order is that of :func:`merge_pairs`, with empty clusters first. A novel cluster
-    merges into a known or a novel one that has rows. Two known clusters never merge.
+    merges into a known or a novel one of a lower number that has rows. Two known
+    clusters never merge.
 
     Args:
         links: Numbers of nearest neighbors between clusters, (K, K), as in
@@ -500,10 +512,10 @@ def cluster_means(rows: Tensor, clusters: Tensor, num_clusters: int) -> Tensor:
 
 
 def find_correct_rows(truth: Tensor, clusters: Tensor, num_classes: int) -> Tensor:
-    """Return which rows are in the cluster that is matched with their class.
+    """Return which rows are in the cluster that is matched with their true class.
 
-    Clusters are matched one to one with classes so that as many rows as possible are
-    correct.
+    Clusters are matched one to one with classes by the Hungarian algorithm, so that as
+    many rows as possible are correct.
 
     Args:
         truth: The true class of each row, int64 (N,), 0 to ``num_classes`` - 1.
@@ -530,9 +542,10 @@ def measure_agreement(
     its nearest neighbors; and spectral clustering of the neighbor graph. The next two
     are k-means and spectral clustering of the whitened rows. The sixth is
     :meth:`Clustering.run` (smoothed k-means into more clusters, and merging) with
-    another seed. The last two are the same on two random halves of the unlabeled rows,
-    after which all rows go to the nearest mean. Of many rows only
-    ``MAX_COMPARED_ROWS`` labeled and as many unlabeled ones are compared.
+    another seed. Each of the last two is the same on the labeled rows and a random half
+    of the unlabeled rows, drawn independently, after which all unlabeled rows go to the
+    nearest mean. At most ``MAX_COMPARED_ROWS`` labeled and as many unlabeled rows,
+    evenly spaced, are clustered and compared.
 
     Args:
         clustering: The rows, whitened within the known classes, with their labels.
@@ -542,10 +555,9 @@ def measure_agreement(
         seed: Seed of k-means and of the random halves.
 
     Returns:
-        For each of the A other clusterings the share of unlabeled rows on which it
-        agrees, 0 to 1, under the best one-to-one matching of clusters; (A,). It is
-        empty if a half of the unlabeled rows would not have more rows than there are
-        known and novel classes.
+        For each of the A other clusterings the share of the compared unlabeled rows on
+        which it agrees, 0 to 1, under the best one-to-one matching of clusters; (A,).
+        It is empty if half of these rows are not more than the known and novel classes.
     """
     chosen = _sample(clustering.labels, MAX_COMPARED_ROWS)
     whitened, clusters = clustering.subset(chosen), clusters[chosen]
@@ -577,11 +589,12 @@ def measure_agreement(
 
 
 def cluster_without_half(clustering: Clustering, seed: int) -> Tensor:
-    """Cluster without a random half of the unlabeled rows, then assign all rows.
+    """Cluster without a random half of the unlabeled rows, then assign all of them.
 
-    All labeled rows are kept. Afterwards every unlabeled row is assigned to the cluster
-    whose mean has the largest cosine with it. If unlabeled rows cannot belong to known
-    classes, the clusters of these are excluded.
+    All labeled rows are kept. :meth:`Clustering.run` clusters them with the other half.
+    Afterwards every unlabeled row of both halves is assigned to the cluster whose mean
+    has the largest cosine with it. If unlabeled rows cannot belong to known classes,
+    the clusters of these are excluded.
 
     Args:
         clustering: The labeled and unlabeled rows to cluster.

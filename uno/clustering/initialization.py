@@ -107,15 +107,16 @@ def cluster_features(
 
 
 def shrink_prior(prior: Tensor, found: Tensor, true: Tensor) -> Tensor:
-    """Move the shares of rows in k-means clusters toward equal shares.
+    """Move the shares of rows in k-means clusters toward equal shares, as class prior.
 
-    The result is a class prior. The known classes tell how far the sizes of k-means
-    clusters can be trusted. The labeled rows are clustered, too, and the shares of rows
-    in their clusters are compared with those in their classes. Shares are taken
-    relative to an equal share, minus one. Their variance v comes from the sizes of the
-    classes and from the error of k-means. If that error has the mean square e, the part
-    max(0, 1 - e / v) is kept (James and Stein, 1961). That is 99% for Caltech-24, and
-    nothing for CIFAR10 at 96 px.
+    The known classes tell how far the sizes of k-means clusters can be trusted: the
+    labeled rows were clustered, too (:func:`compare_known_shares`), and the shares of
+    rows in their clusters are compared with those in their classes. All shares are
+    taken relative to an equal share, minus one. The mean square v of ``prior`` comes
+    from the sizes of the classes and from the error of k-means. The error ``found`` -
+    ``true`` has the mean square e. The part max(0, 1 - e / v) of each deviation from an
+    equal share is kept (James and Stein, 1961). That is 99% for Caltech-24, and nothing
+    for CIFAR10 at 96 px.
 
     Args:
         prior: The share of unlabeled rows in each of K k-means clusters, (K,). They sum
@@ -135,7 +136,9 @@ def shrink_prior(prior: Tensor, found: Tensor, true: Tensor) -> Tensor:
 def compare_known_shares(
     labeled: Tensor, labels: Tensor, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """Cluster labeled rows by k-means, and compare the sizes of clusters and classes.
+    """Cluster labeled rows by k-means, and return the sizes of clusters and classes.
+
+    k-means does not use the labels, and makes as many clusters as there are classes.
 
     Args:
         labeled: Features of labeled rows, (N_l, D).
@@ -170,13 +173,14 @@ def init_prototypes_(
     """Initialize the prototypes of a model in place, and compute the class prior.
 
     With ``model.prototype_init kmeans`` prototypes are moved to clusters of the
-    training rows' features. Known prototypes go to the means of their classes. The
-    prototypes of each cluster head go to the means of the projections of the rows in
-    each cluster of :func:`cluster_features`, and those of each overclustering head to
-    the same means for a finer k-means of its own. The running statistics of the
-    projector's BatchNorm then change, too, and the model is left in training mode.
-    With ``model.prototype_init random`` the model is not changed, and no features are
-    computed if the class prior is uniform. All workers call this.
+    features of a sample of the training rows. Known prototypes go to the means of their
+    classes. The prototypes of each cluster head go to the means of the projections of
+    the rows in each novel cluster of :func:`cluster_features`, and those of each
+    overclustering head to the same means for a finer k-means of its own. Overclustering
+    heads with more prototypes than there are such rows keep them. The running
+    statistics of the projector's BatchNorm then change, too, and the model is left in
+    training mode. With ``model.prototype_init random`` the model is not changed, and no
+    features are computed if the class prior is uniform. All workers call this.
 
     Args:
         config: The configuration of the run.
@@ -208,7 +212,13 @@ def init_prototypes_(
     labeled, labels, unlabeled = training_features(config, model, train)
 
     def compute() -> dict[str, Tensor]:
-        """Cluster the features, and return the fields of FeatureClusters by name."""
+        """Cluster the sampled features of the training rows.
+
+        Only rank 0 calls this. :func:`cluster_features` does the work.
+
+        Returns:
+            The fields of :class:`FeatureClusters` by name.
+        """
         setting, seed = config.data.setting, config.seed
         clustering = cluster_features(
             unlabeled, labeled, labels, num_novel, setting, seed
@@ -261,8 +271,9 @@ def _move_prototypes_(
         cluster: int64 (N_u,), the novel cluster of each unlabeled row; negative for
             rows of known classes.
         seed: The seed of the k-means of the overclustering heads. It clusters the
-            unlabeled rows of novel clusters. If there are fewer of them than prototypes
-            of a head, these heads stay as they are.
+            features of the unlabeled rows of novel clusters, once for each head. If
+            these rows are fewer than the prototypes of a head, the overclustering heads
+            stay as they are.
     """
     device, num_heads = model.known.weight.device, model.num_heads
     is_novel = cluster >= 0
@@ -286,10 +297,10 @@ def _move_prototypes_(
 
 
 class Sample(NamedTuple):
-    """Features of a sample of the training rows, D for each row.
+    """Features of a sample of the training rows, a vector of D numbers for each row.
 
-    :func:`training_features` makes it, on the CPU, of about ``MAX_ROWS`` labeled rows
-    and at most as many unlabeled ones.
+    :func:`training_features` makes it, on the CPU, of at most about ``MAX_ROWS``
+    labeled rows and at most ``MAX_ROWS`` unlabeled ones.
 
     Attributes:
         labeled: Features of the labeled rows, (N_l, D).
@@ -307,9 +318,10 @@ def training_features(
 ) -> Sample:
     """Compute the encoder's features of a sample of the training rows.
 
-    The rows are evenly spaced. Of streamed images that are stored together, such as in
-    a row group, whole groups are taken. Images that cannot be read are left out. All
-    workers call this, and each computes a part.
+    The rows are evenly spaced; all rows of a kind are taken if it has no more than
+    ``MAX_ROWS``. Of streamed images that are stored together, such as in a row group,
+    whole groups are taken. Images that cannot be read are left out. All workers call
+    this, and each computes a part.
 
     Args:
         config: The configuration of the run.
@@ -324,7 +336,8 @@ def training_features(
         on all workers, on the CPU.
 
     Raises:
-        ConfigError: No image of a kind can be read.
+        ConfigError: The sample has labeled images and none of them can be read, or
+            unlabeled ones and none of them.
     """
     labeled_rows, unlabeled_rows = train.choose_rows(MAX_ROWS)
     if not with_unlabeled:
@@ -359,7 +372,8 @@ def compute_features_together(
         batches: For each batch the numbers of its images, int64 (b,). All batches
             together have each number from 0 to n - 1 once.
         read: Takes some of the batches. For each it yields the images uint8 (b, 3, S,
-            S) or features (b, D), and which of them could be read, bool (b,).
+            S), their features (b, D) or cached features (b, 1 + V, D), of which the
+            first are used; and which of them could be read, bool (b,).
 
     Returns:
         Two values, equal on all workers. The first has the features of all images,

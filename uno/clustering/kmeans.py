@@ -101,8 +101,9 @@ def seeded_kmeans(
     In contrast to :func:`constrained_kmeans`, it starts from clusters of the free rows.
     Each run clusters the free rows alone into K clusters. The centers that match the
     means of the F fixed clusters best, one for each, are then replaced by these means.
-    For Caltech-24 with half of each of 16 known classes unlabeled, 94% of the rows get
-    their class. Centers that are drawn one by one end in worse optima, with 84%.
+    From these centers :func:`lloyd` clusters all rows. For Caltech-24 with half of each
+    of 16 known classes unlabeled, 94% of the rows get their class. Centers that are
+    drawn one by one end in worse optima, with 84%.
 
     Args:
         points: (N, D), finite floats, on the CPU.
@@ -172,16 +173,18 @@ def draw_initial_centers(points: Tensor, fixed: Tensor, draws: Tensor) -> Tensor
 def lloyd(
     points: Tensor, fixed: Tensor, centers: Tensor, max_iters: int = 100
 ) -> Clusters:
-    """Run Lloyd's iteration from given centers until no row moves.
+    """Run Lloyd's iteration of k-means from given centers until no row moves.
 
-    A row whose nearest centers tie goes to the lower index. A cluster that runs empty
-    gets the free row that is farthest from its center, among the rows that are neither
-    alone in their cluster nor, up to rounding, on their center. If there is no such
-    row, the cluster keeps its last center.
+    It ends after ``max_iters`` iterations in any case. A row whose nearest centers tie
+    goes to the lower index. A cluster that runs empty gets the free row that is
+    farthest from its nearest center, among the rows that are neither alone in their
+    cluster nor, up to rounding, on that center. If there is no such row, the cluster
+    keeps its last center.
 
     Args:
         points: (N, D).
-        fixed: int64 (N,): the cluster in which a row must stay, or ``FREE`` (-1).
+        fixed: int64 (N,): the cluster in which a row must stay, or ``FREE`` (-1) for a
+            row that goes to its nearest center.
         centers: (K, D), the initial centers.
         max_iters: The largest number of iterations.
 
@@ -295,9 +298,9 @@ def whiten(
 
     Args:
         points: (N, D).
-        num_directions: The largest number of directions; None for no limit.
+        num_directions: The largest number of directions; None or 0 for no limit.
         variance: The share of the total variance to explain, 0 to 1. No more directions
-            are kept than that takes.
+            are kept than that takes. The default sets no limit.
 
     Returns:
         The coordinates, float32 (N, P), where P is the number of directions that are

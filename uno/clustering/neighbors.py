@@ -55,7 +55,7 @@ def smooth_rows(points: Tensor, neighbors: Tensor) -> Tensor:
 
 
 def count_links(neighbors: Tensor, clusters: Tensor, num_clusters: int) -> Tensor:
-    """Count how often rows of one cluster have nearest neighbors in another.
+    """Count the nearest neighbors that the rows of each cluster have in each cluster.
 
     Args:
         neighbors: Indices of the k nearest neighbors of each row, int64 (N, k).
@@ -64,7 +64,7 @@ def count_links(neighbors: Tensor, clusters: Tensor, num_clusters: int) -> Tenso
 
     Returns:
         int64 (K, K). The entry (a, b) counts, over the rows of cluster a, their
-        neighbors in cluster b.
+        neighbors in cluster b. On the diagonal it counts those in the same cluster.
     """
     pairs = clusters[:, None] * num_clusters + clusters[neighbors]
     counts = pairs.flatten().bincount(minlength=num_clusters * num_clusters)
@@ -124,8 +124,8 @@ def spectral_coordinates(neighbors: Tensor, num_coordinates: int) -> Tensor:
     """Compute the spectral embedding of rows by the graph of their nearest neighbors.
 
     k-means of these coordinates is spectral clustering (Ng, Jordan and Weiss, 2001).
-    The graph is made symmetric. Of many rows the eigenvectors are approximate; the
-    solver's start is the same in every call.
+    The graph is made symmetric. With more than 400 (``MAX_DENSE``) and more than 5 K
+    rows the eigenvectors are approximate; the solver's start is the same in every call.
 
     Args:
         neighbors: Indices of the k nearest neighbors of each row, int64 (N, k).
@@ -133,8 +133,8 @@ def spectral_coordinates(neighbors: Tensor, num_coordinates: int) -> Tensor:
             adjacency matrix, at most N.
 
     Returns:
-        The values of the K eigenvectors for each row, scaled to length one, float32 (N,
-        K).
+        The values of the K eigenvectors for each row, float32 (N, K). Each row is
+        scaled to length one.
     """
     from scipy.sparse import coo_matrix, diags
     from scipy.sparse.linalg import lobpcg

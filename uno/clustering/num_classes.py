@@ -104,11 +104,18 @@ class Model:
     level: float
 
     def __call__(self, signs: NDArray[np.float64]) -> NumClasses:
-        """Return the probabilities of 2, 3, ... classes from their signs.
+        """Compute the probabilities of 2, 3, ... novel classes from their signs.
+
+        The model gives for each number the probability that there are no more classes
+        if there are at least so many. The largest number gets the rest.
 
         Args:
-            signs: The S signs of each of K numbers of classes, (K, S), of
+            signs: The S signs of each of the K numbers 2 to K + 1, (K, S), of
                 :func:`signs_of`.
+
+        Returns:
+            The probabilities, which sum to 1, their median, and the shortest interval
+            that holds the probability ``level``.
         """
         logits = signs @ np.array(self.weights) + self.intercept
         stop = 1 / (1 + np.exp(-logits))
@@ -131,8 +138,9 @@ def estimate_num_classes(
 
     Args:
         labeled: Features (N_l, D) of labeled rows.
-        labels: Their classes int64 (N_l,), 0 to C_l - 1; each class has a row, and
-            there are at least ``MIN_KNOWN``.
+        labels: Their classes int64 (N_l,), 0 to C_l - 1; each class has a row. With
+            fewer than ``MIN_KNOWN`` classes none is hidden, and a fixed typical mixing
+            stands for what hidden classes would show.
         unlabeled: Features (N_u, D) of at least two rows.
         gcd: Whether unlabeled rows can belong to known classes.
         seed: Seed of k-means and of the choice of hidden classes.
@@ -141,7 +149,7 @@ def estimate_num_classes(
 
     Returns:
         The estimated number (the median), its interval, and the probability of each
-        number from 2.
+        number from 2 to the largest one that is considered.
     """
     signs = find_signs(labeled, labels, unlabeled, gcd, seed)
     if max_novel is not None:
@@ -189,8 +197,8 @@ def find_signs(
 
     Small clusters of the unlabeled rows are merged, and known classes whose labels are
     hidden are found again, for comparison. At most ``MAX_ROWS`` labeled and as many
-    unlabeled rows are used. With ``gcd``, unlabeled rows that probably have known
-    classes are left out.
+    unlabeled rows are used, evenly spaced, the labeled ones in the order of their
+    classes. With ``gcd``, unlabeled rows that probably have known classes are left out.
 
     Args:
         labeled: Features (N_l, D) of labeled rows.
@@ -261,10 +269,12 @@ def signs_of(
 
     Returns:
         Signs (max(1, K - 1), 3) of the numbers 2 to K: how far the logarithm of the
-        mixing of the merge that leaves the number of classes is above the reference;
-        the same of the next merge, which leaves one class less; and the mean F1 of
-        hidden classes at mixings between the two, minus its largest value, which is 0
-        without hidden classes. Without any merge there is one row, of the number 2.
+        mixing of the merge that leaves the number of classes is above the reference,
+        where for the number K the largest mixing counts; the same of the next merge,
+        which leaves one class less; and the mean F1 of hidden classes at mixings
+        between the two, minus its largest value, averaged over the sets. The third sign
+        is 0 without hidden classes. Without any merge there is one row, of the number
+        2.
     """
     last = heights if len(heights) else np.log([FLOOR])
     following = np.append(last[1:], max(last))
@@ -285,16 +295,17 @@ def rows_to_count(rows: Tensor, labels: Tensor) -> Tensor:
     Such a row has about as many labeled neighbors as a labeled row has, and a row of a
     novel class has few. Unlabeled rows with at least ``NEAR_SHARE`` of that number are
     left out. The neighbors are so many that a labeled row has about ``NUM_LABELED``
-    labeled ones among them: if few rows of a known class have labels, the nearest
-    neighbors of an unlabeled row say little.
+    labeled ones among them, but at least ``MIN_NEIGHBORS`` and at most
+    ``MAX_NEIGHBORS``: if few rows of a known class have labels, the nearest neighbors
+    of an unlabeled row say little.
 
     Args:
         rows: Rows (N, P), not whitened: whitening pulls labeled rows together.
         labels: Their classes int64 (N,), or FREE.
 
     Returns:
-        A mask (N,), true for all labeled rows. It is true for all rows if fewer than
-        ``MIN_ROWS`` unlabeled ones would be left.
+        A mask (N,), true for the rows that are kept, which include all labeled rows. It
+        is true for all rows if fewer than ``MIN_ROWS`` unlabeled ones would be left.
     """
     is_known = labels != FREE
     neighbors = find_neighbors(F.normalize(rows, dim=1), MAX_NEIGHBORS)
@@ -325,9 +336,10 @@ def small_clusters(
         seed: Seed of k-means.
 
     Returns:
-        The whitened rows, with as many novel classes as there are clusters, and the
-        cluster int64 (N,) of each row: its class for a labeled row, and numbers after
-        the known classes for unlabeled rows.
+        A :class:`~uno.clustering.frozen.Clustering` of the whitened rows, whose
+        ``num_novel`` is the number of small clusters; and the cluster int64 (N,) of
+        each row: its class for a labeled row, and numbers after the known classes for
+        unlabeled rows.
     """
     is_known = labels != FREE
     white = rows @ fit_whitening(rows[is_known], labels[is_known])
@@ -346,12 +358,14 @@ def merge_all(
     outliers do not count as a class.
 
     Args:
-        clustering: The rows, of which only unlabeled ones take part.
+        clustering: The rows, of which only unlabeled ones take part, as in the result
+            of :func:`small_clusters`.
         clusters: Their clusters int64 (N,), known ones first.
-        min_rows: Rows from which on a cluster can be a class.
+        min_rows: The smallest number of rows with which a cluster can be a class.
 
     Returns:
-        The merges of :func:`uno.clustering.frozen.merge_pairs`.
+        An iterator of the merges, see :func:`uno.clustering.frozen.merge_pairs`.
+        ``clusters`` is not changed.
     """
     links, sizes = clustering.links_and_sizes(clusters, clustering.num_classes)
     means = cluster_means(clustering.points, clusters, len(sizes))
@@ -363,8 +377,8 @@ def merge_all(
 def hidden_classes(num_known: int, seed: int) -> list[list[int]]:
     """Draw sets of known classes to hide.
 
-    A set has half of the known classes, rounded down, but at most ``MAX_HIDDEN``. The
-    ``NUM_FOLDS`` sets have no common class.
+    A set has half of the known classes, rounded down, but at most ``MAX_HIDDEN``. There
+    are ``NUM_FOLDS`` (2) sets, which have no common class.
 
     Args:
         num_known: Number of known classes.
@@ -385,8 +399,9 @@ class Hidden(NamedTuple):
     """What hidden classes have shown.
 
     Attributes:
-        parts: The mixing of the two halves of each hidden class.
-        borders: The mixing of each hidden class with what it merged with at last.
+        parts: The mixing of the two halves of each hidden class that has enough rows.
+        borders: For each hidden class that had such a merge, the mixing at the last
+            merge of a cluster mostly of this class with one that is not.
         heights: Logarithms of the mixing of the merges, (m,).
         f1: Mean F1 of the hidden classes, 0 to 1, before the first and after each
             merge (m + 1,).
@@ -419,11 +434,14 @@ def find_hidden(
         min_rows: The smallest number of rows with which a cluster can be a class.
 
     Returns:
-        How much the halves of a hidden class mix; the mixing at which a cluster that
-        was mostly of a hidden class last merged with one that was not; the logarithm of
-        the mixing of every merge, in which a merge of a cluster below ``min_rows``
-        counts as ``CEILING``; and the mean F1 of the hidden classes before the first
-        and after every merge.
+        Four values. ``parts``: how much the two halves of each hidden class mix; a
+        class with too few rows is left out. ``borders``: for each hidden class the
+        mixing at the last merge of a cluster of which more than half of the rows are of
+        this class with one of which they are not; merges of a cluster below
+        ``min_rows`` do not count, and a class without such a merge is left out.
+        ``heights``: the logarithm of the mixing of every merge, in which a merge of a
+        cluster below ``min_rows`` counts as ``CEILING``. ``f1``: the mean F1 of the
+        hidden classes, see :func:`class_f1`, before the first and after every merge.
     """
     is_hidden = torch.isin(labels, torch.tensor(classes))
     others = labels.masked_fill(is_hidden, FREE)
@@ -477,15 +495,15 @@ def class_f1(table: NDArray[np.int64], totals: NDArray[np.int64]) -> float:
 def shortest_interval(
     probabilities: NDArray[np.float64], level: float
 ) -> tuple[int, int]:
-    """Return the shortest interval of numbers that holds a probability.
+    """Return the shortest interval of numbers of classes that has a given probability.
 
     Args:
         probabilities: The probability (K,) of 2, 3, ... classes, of sum 1.
         level: The least probability of the interval, below 1.
 
     Returns:
-        The lower and the upper end. Of several intervals of the same length, the most
-        probable one is returned.
+        The smallest and the largest number of classes in the interval. Of several
+        intervals of the same length, the most probable one is returned.
     """
     below = np.append(0.0, probabilities.cumsum())
     stops = np.searchsorted(below, below[:-1] + level - 1e-9)
@@ -505,8 +523,8 @@ def calibration() -> dict[str, Any]:
     Returns:
         ``source``: the command that wrote it; ``sets`` and ``num_tasks``: its data;
         ``num_novel``: the smallest and the largest true number of these tasks;
-        ``weights`` and ``intercept`` of the :class:`Model`; ``levels``: "ncd" and "gcd"
-        -> the level at which the intervals hold about 85 % of these tasks.
+        ``weights`` and ``intercept`` of the :class:`Model`; ``levels``: for "ncd" and
+        for "gcd" the level at which the intervals hold at least 85 % of these tasks.
     """
     text = files("uno.clustering").joinpath(CALIBRATION_FILE).read_text("utf-8")
     found: dict[str, Any] = json.loads(text)
@@ -514,14 +532,14 @@ def calibration() -> dict[str, Any]:
 
 
 def stored_model(gcd: bool) -> Model:
-    """Return the stored model of the number of classes for a setting.
+    """Return the stored logistic model of the number of novel classes for a setting.
 
-    From the signs of each number it gives the probability that there are no more
-    classes.
+    The model turns the signs of :func:`signs_of` into the probability of each number of
+    novel classes. Its weights and its intercept are the same in both settings.
 
     Args:
-        gcd: Whether unlabeled rows can belong to known classes. It decides the level,
-            the least probability that an interval of the number holds.
+        gcd: Whether unlabeled rows can belong to known classes. It decides only the
+            level, the least probability of the interval of the number.
     """
     found = calibration()
     level = found["levels"]["gcd" if gcd else "ncd"]
@@ -538,7 +556,7 @@ def _spread(rows: Tensor, max_rows: int) -> Tensor:
 def _log_mixing(values: Sequence[float]) -> NDArray[np.float64]:
     """Return the logarithms of mixings, which say how much two clusters overlap.
 
-    Mixings below ``FLOOR`` count as this, and those above ``CEILING`` as that. See
+    Mixings are first clipped to the range from ``FLOOR`` to ``CEILING``. See
     :func:`~uno.clustering.neighbors.compute_mixing`.
     """
     return np.log(np.clip(np.asarray(values, dtype=np.float64), FLOOR, CEILING))
@@ -548,13 +566,14 @@ def _halves_mixing(clustering: Clustering, members: Tensor, seed: int) -> float 
     """Divide a class in two by k-means of smoothed rows; return the halves' mixing.
 
     Args:
-        clustering: The rows, with the neighbors of those that take part.
-        members: Mask (N,) of the rows of the class, which take part.
+        clustering: The rows, with the neighbors of those that are clustered.
+        members: Mask (N,) of the rows of the class. Those that are not clustered are
+            ignored.
         seed: Seed of k-means.
 
     Returns:
-        The mixing; None if the class has fewer than six rows that take part, or a half
-        has fewer than three.
+        The mixing; None if the class has fewer than six clustered rows, or a half has
+        fewer than three.
     """
     taking_part = members[clustering.clustered]
     rows = smooth_rows(clustering.points[clustering.clustered], clustering.neighbors)

@@ -73,14 +73,17 @@ def read_annotated_folder(root: str, options: ReadOptions = DEFAULT_OPTIONS) -> 
     Returns:
         The rows of all tables, one table after the other. ``warnings`` say how many
         images below ``root`` no table names. ``eval_labels`` is None if no table has a
-        true class for evaluation. A row with an empty id is called row-NUMBER.
+        true class for evaluation. A row with an empty id is called row-NUMBER, with its
+        number from 0 among the rows of all tables.
 
     Raises:
         ConfigError: There is no such table, a table cannot be read or lacks the column
-            of image paths, an image has several classes, an image path is empty
-            (unless ``images_only``) or leads out of its folder, a split or label cannot
-            be used, two ids are equal, none of the images exists (which is not checked
-            in remote storage), or a folder cannot be listed.
+            of image paths, ``options.columns`` names a column that no metadata table
+            has, the tables have no rows, an image has several classes, an image path is
+            empty (unless ``images_only``) or leads out of its folder, a split or label
+            cannot be used, two ids are equal, none of the images exists (which is not
+            checked in remote storage), a folder cannot be listed, or a link leads out
+            of ``root`` and ``options.follow_links`` is False.
     """
     source, names = f"imagefolder:{root}", options.columns
     tables = _find_tables(root)
@@ -174,7 +177,8 @@ def _find_tables(root: str) -> list[str]:
     Returns:
         Paths relative to ``root``, with '/' as separator, of the files that are called
         metadata.csv, metadata.jsonl or _classes.csv: first files in ``root``, then
-        files in its folders train, test, val, valid and validation.
+        files in its folders test, train, val, valid and validation, in this order. The
+        files of a folder are sorted by name.
 
     Raises:
         ConfigError: A folder cannot be listed.

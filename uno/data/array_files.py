@@ -58,9 +58,11 @@ class VectorFile(NamedTuple):
     Attributes:
         values: The vectors, float32 (R, D).
         columns: Standard column name, such as "label" -> Arrow column (R,).
-        names: The names of all columns that the source has.
+        names: The names of all columns that the source has, also of those that are not
+            in ``columns``. The name of the vectors may be missing.
         notes: Lines for the user about how the source was read.
-        reasons: Row number -> why the row has no vector. Its numbers are zeros.
+        reasons: Row number -> why the row has no vector. The numbers of such a row in
+            ``values`` are zeros.
         pictures: The pictures of the rows, None if no column holds their bytes.
     """
 
@@ -239,7 +241,8 @@ def _standard_columns(
     """Convert the arrays that are standard columns to Arrow columns.
 
     The standard columns are id, label, eval_label, split, path and text. An array that
-    is called image, or that ``names`` gives for "image", is the column 'path'.
+    is called image, or that ``names`` gives for "image", becomes the column 'path', and
+    takes precedence over an array of that name.
 
     Args:
         path: Path of the file, for the error message.

@@ -67,23 +67,26 @@ def check(
 ) -> list[Problem]:
     """Return everything suspicious about a task: errors, then warnings, then notes.
 
-    The numbers of rows are checked without the rows that are known to be unreadable,
-    because a run leaves them out before it trains. Only the batches of streamed images
-    are checked with all rows, because an unreadable image is replaced within its batch.
-    Rows are known to be unreadable if all images may be decoded (``read_images`` and
-    ``seconds``), or if they are vectors; unreadable images of a mere sample still count
-    as rows. Warnings of the source itself (``task.rows.warnings``) are included.
+    :func:`check_row_numbers` is given the rows without those that are known to be
+    unreadable, because a run leaves them out before it trains. The batches of streamed
+    images are checked with all rows, because an unreadable image is replaced within its
+    batch. The number of images of each class and the order of the rows are checked with
+    all rows, too. Rows are known to be unreadable if all images may be decoded
+    (``read_images`` and ``seconds``), or if they are vectors; unreadable images of a
+    mere sample still count as rows. Warnings of the source itself
+    (``task.rows.warnings``) are included.
 
     Args:
         task: The rows and their classes.
         config: The configuration of the run.
         seconds: How long all images may be decoded to find unreadable ones, in seconds.
-            Then at most 2 GiB of images are searched for duplicates, wherever they are
-            stored. With 0 only a sample of images is decoded, and 256 MiB of local
-            images are searched for duplicates.
+            Then about 2 GiB of images at most are searched for duplicates, wherever
+            they are stored. With 0 only a sample of images is decoded, and about 256
+            MiB of local images at most are searched for duplicates. Vectors are all
+            compared.
         batch_is_derived: Whether the batch size was derived from the data. If rows are
-            unreadable and images are not streamed, the largest batch that the others
-            fill is then checked, as the run derives it again.
+            known to be unreadable, the batch of :func:`with_fitting_batch` is then
+            checked in place of that of ``config``, as the run derives it again.
         read_images: Whether images are read at all. A run that resumes with unchanged
             data has checked them before. False also skips the checks of sizes, pages,
             brightness and duplicates.
@@ -124,10 +127,11 @@ def check(
 def with_fitting_batch(config: Config, task: Task, ok: np.ndarray | None) -> Config:
     """Return the configuration with the largest batch that the readable rows fill.
 
-    A batch is filled if it can be divided into labeled and unlabeled rows and among the
-    workers. The batch size never grows. It stays as it is if no smaller size works, for
-    a run without discovery, and for streamed images, because an unreadable one is
-    replaced within its batch.
+    The rows fill a batch if an epoch has at least one whole batch. The batch must also
+    divide into labeled and unlabeled rows and among the workers. The batch size never
+    grows. It stays as it is if it works or no smaller size works, for a run without
+    discovery, and for streamed images, because an unreadable one is replaced within its
+    batch.
 
     Args:
         config: The configuration of a run whose batch size was derived from its data.
@@ -149,10 +153,12 @@ def check_row_numbers(
 ) -> Iterator[Problem]:
     """Yield problems of the numbers of training rows.
 
-    Three problems are errors: a known class has labeled training rows but none that can
-    be read; there are too few unlabeled rows for the clusters; the rows do not fill a
-    batch. A warning says that a batch has few unlabeled images of each class. For
-    streamed images the batches are checked with all rows, readable or not.
+    Three problems are errors: known classes have labeled training rows but none that
+    can be read; there are too few unlabeled rows for the classes to discover or for the
+    clusters; the batch size does not work, for example because the rows do not fill a
+    batch, or because it does not divide among the workers. A warning says that a batch
+    has few unlabeled images for the number of classes. For streamed images the batches
+    are checked with all rows, readable or not.
 
     Args:
         task: The rows and their classes.
@@ -190,9 +196,10 @@ def _list_some(names: list[str], separator: str = ", ") -> str:
 def _check_clusters(task: Task, config: Config, unlabeled: int) -> Iterator[Problem]:
     """Yield an error if there are too few unlabeled rows for the clusters of a run.
 
-    There are too few if they are fewer than the novel classes. A method that clusters
-    features needs more rows than clusters: the novel classes, and in the setting "gcd"
-    the known classes, too. At most one problem is yielded.
+    There are too few if they are fewer than the novel classes to discover
+    (``task.num_novel``). A method that clusters features in place of training needs
+    more unlabeled rows than clusters. Its clusters are the novel classes, and in the
+    setting "gcd" the known classes, too. At most one problem is yielded.
 
     Args:
         task: The rows and their classes.
@@ -222,17 +229,19 @@ def format_report(task: Task, problems: list[Problem], size: int | None = None) 
 
     It has the source, the fingerprint, the numbers of images and classes, the sizes of
     a sample of images (which is decoded now if it was not before), a table with the
-    numbers of labeled, unlabeled and test rows of each true class, the notes of the
-    task, the problems, and the numbers of errors and warnings.
+    numbers of labeled, unlabeled and test rows of each true class (and of the rows
+    without a true class, if there are any), the notes of the task, the problems, and
+    the numbers of errors and warnings.
 
     Args:
         task: The rows and their classes.
         problems: The problems that :func:`check` found.
-        size: The side of the stored images in pixels that a run uses; None to leave the
-            line out. For a source of vectors the line has their length instead.
+        size: The side of the stored images in pixels that a run uses, for the line
+            "used"; None to leave this line out. For a source of vectors the line always
+            has their length instead.
 
     Returns:
-        Plain text of several lines.
+        Plain text of several lines, without a line end at its end.
     """
     rows = task.rows
     headers = [image.header for image in rows.image_sample.readable]
@@ -300,7 +309,8 @@ def _check_classes(task: Task) -> Iterator[Problem]:
     Warnings name classes that differ only in case or spaces, known classes that seem to
     stand for a missing label, and classes that have no training image or a single one,
     and say that there is only one known class. A known class with no training image is
-    an error. Training images are counted by their true class, labeled or not.
+    an error instead. Training images are counted by their true class, labeled or not,
+    and readable or not.
 
     Args:
         task: The rows and their classes.
@@ -343,11 +353,13 @@ def _check_batches(
     """Yield problems of filling the batches of the phases that are trained.
 
     The batches of discovery are checked if it has epochs. Otherwise the batches of
-    pretraining are checked, if it has epochs and no weights are given. It is an error
-    if the rows do not fill a batch, or if the batch does not divide among the workers.
-    For discovery, a warning says that a batch has fewer than
-    :data:`MIN_ROWS_PER_CLUSTER` unlabeled images for each novel class (in the setting
-    "gcd" for each known and novel class).
+    pretraining are checked, if it has epochs and no weights are given. What
+    :func:`~uno.data.sampling.make_plan` or
+    :func:`~uno.data.sampling.make_pretrain_plan` refuses is an error: for example the
+    rows do not fill a batch, or the batch does not divide among the workers. For
+    discovery, a warning says that a batch has fewer than :data:`MIN_ROWS_PER_CLUSTER`
+    (2.6) unlabeled images for each novel class (in the setting "gcd" for each known and
+    novel class). At most one problem is yielded.
 
     Args:
         task: The rows and their classes.
@@ -382,11 +394,13 @@ def _check_order(task: Task, config: Config) -> Iterator[Problem]:
 
     Images that are stored together are read together and mixed only with those read at
     about the same time. If they are sorted by class, a batch has images of few classes.
-    The mean share of the most frequent true class in batches of this order is compared
-    with the mean share in batches of shuffled rows. Rows without a true class are not
-    counted. The warning comes if the first share is more than :data:`SORTED` (1.25)
-    times the second. Images that are not streamed, or are read one by one, are not
-    checked. No image is read here.
+    Training rows are put into such an order as a run would read them. The mean share of
+    the most frequent true class in batches of this order is compared with the mean
+    share in batches of shuffled rows. Rows without a true class are not counted. The
+    warning comes if the first share is more than :data:`SORTED` (1.25) times the
+    second. Of more than :data:`ORDER_ROWS` (262,144) training rows only some groups
+    are examined. Images that are not streamed, or are read one by one, are not checked.
+    No image is read here.
 
     Args:
         task: The rows and their classes.
@@ -435,6 +449,7 @@ def _check_sizes(config: Config, facts: Sequence[ImageFacts]) -> Iterator[Proble
 
     That is the case if their median shorter side is more than :data:`SHRUNK` (3) times
     the side that the run uses: the smaller one of the stored square and a large view.
+    There is no warning for an empty sample.
 
     Args:
         config: The configuration of the run.
@@ -452,7 +467,7 @@ def _check_sizes(config: Config, facts: Sequence[ImageFacts]) -> Iterator[Proble
 
 
 def _check_pages(facts: Sequence[ImageFacts]) -> Iterator[Problem]:
-    """Yield a warning if some of a sample of images have several pages.
+    """Yield a warning if some of a sample of images are TIFFs with several pages.
 
     Args:
         facts: The facts of the readable images of the sample.
@@ -471,8 +486,9 @@ def _check_brightness(
 ) -> Iterator[Problem]:
     """Yield a warning if all images of a sample are nearly black.
 
-    They are if the brightest pixel of all of them, after the stored values are scaled
-    to 0-255, is below :data:`DARK` (64). There is no warning for an empty sample.
+    They are if the brightest pixel of all of them is below :data:`DARK` (64) of 255.
+    The values of gray images of more than 8 bits are scaled to 0-255 before. There is
+    no warning for an empty sample.
 
     Args:
         facts: The facts of a sample of images.
@@ -550,8 +566,9 @@ def _check_duplicates(task: Task, in_full: bool) -> Iterator[Problem]:
 
     Args:
         task: The rows and their classes.
-        in_full: Whether up to 2 GiB of images are compared, also from remote storage.
-            Otherwise up to 256 MiB of local images are compared.
+        in_full: Whether about 2 GiB of images at most are compared, also from remote
+            storage. Otherwise about 256 MiB at most of local images are compared. For a
+            source of vectors the first views of all rows are compared in any case.
     """
     groups, note = _find_copies(task, in_full)
     found: dict[str, list[list[int]]] = defaultdict(list)
@@ -570,15 +587,18 @@ def _check_duplicates(task: Task, in_full: bool) -> Iterator[Problem]:
 def _find_copies(task: Task, in_full: bool) -> tuple[list[list[int]], str]:
     """Find rows with equal content.
 
-    Images in files of their own are read only if another one has the same size. Of
-    images that are stored together, such as in a row group, whole groups are read.
-    Images that cannot be read have no copies. For a source of vectors the first views
-    of all rows are compared.
+    Images that are not stored together are read only if another one has the same size.
+    An image of unknown size, such as a remote file that a table names, or of more than
+    ``MAX_IMAGE_BYTES`` is left out without a note. Of images that are stored together,
+    such as in a row group, whole groups are compared if the limit allows at least one,
+    and single images otherwise. Images that cannot be read have no copies. For a source
+    of vectors the first views of all rows are compared, without a limit.
 
     Args:
         task: The rows.
-        in_full: Whether up to 2 GiB of images are read, also from remote storage.
-            Otherwise up to 256 MiB of local images are read.
+        in_full: Whether about 2 GiB of images at most are read, also from remote
+            storage. Otherwise about 256 MiB at most are read, and nothing if any image
+            is in remote storage.
 
     Returns:
         Groups of two or more row numbers with equal content, each ascending; and a text
@@ -614,7 +634,8 @@ def _sample_by_key(keys: np.ndarray, sizes: np.ndarray, limit: int) -> np.ndarra
     """Choose rows with about ``limit`` bytes in all, either all rows of a key or none.
 
     Keys are chosen evenly spaced in their sorted order, as large a share of them as
-    ``limit`` is of all bytes. So the chosen rows may have a few more bytes.
+    ``limit`` is of all bytes, rounded down. So the chosen rows may have more or fewer
+    bytes than ``limit``. If all rows have no more bytes than that, all are chosen.
 
     Args:
         keys: (n,), equal for rows that are to be chosen together.
@@ -623,7 +644,8 @@ def _sample_by_key(keys: np.ndarray, sizes: np.ndarray, limit: int) -> np.ndarra
 
     Returns:
         int64 (m,), ascending positions of the chosen rows among the n rows. If the
-        share is less than one key, evenly spaced single rows are chosen.
+        share is less than one key, the same share of the rows is chosen instead, as
+        evenly spaced single rows, whatever their keys are.
     """
     share = limit / max(1, int(sizes.sum()))
     if share >= 1:
@@ -638,11 +660,16 @@ def _sample_by_key(keys: np.ndarray, sizes: np.ndarray, limit: int) -> np.ndarra
 def _hash_image(image: Image) -> bytes:
     """Hash an encoded image by its stored bytes, and an array by its shape and pixels.
 
+    An image is not decoded, so one with broken pixels has a hash, too.
+
+    Args:
+        image: Encoded bytes, the path or URI of a file, which is read, or an array.
+
     Returns:
-        16 bytes that are equal for images with equal content.
+        16 bytes (BLAKE2b) that are equal for images with equal content.
 
     Raises:
-        BadImage: The image cannot be read or is empty.
+        BadImage: The file of the image cannot be read, or the image is empty.
     """
     try:
         if isinstance(image, str):

@@ -105,7 +105,9 @@ def read_cifar(path: str, options: ReadOptions, *, name: str) -> Rows:
 
 
 def _torchvision_class(name: str) -> Any:
-    """Return torchvision's class for a data set, which lists files and checksums.
+    """Return torchvision's data set class, which lists its files and their checksums.
+
+    Nothing is read or downloaded.
 
     Args:
         name: "cifar10" or "cifar100".
@@ -165,8 +167,9 @@ def _find_archive_folder(name: str, path: str, download: bool) -> str:
         download: Whether to download the archive if the folder is missing.
 
     Raises:
-        ConfigError: The folder is missing and may not be downloaded, the download
-            fails or ``path`` is a URI, or the storage cannot be reached.
+        ConfigError: The folder is missing, and may not be downloaded or cannot be,
+            because the download fails or ``path`` is a URI; or the storage cannot be
+            reached.
     """
     layout = LAYOUTS[name]
     if filesystem.kind(filesystem.join(path, layout.meta)) == "file":

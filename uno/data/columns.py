@@ -134,7 +134,8 @@ def fill_labels(
         others: Labels of the same rows, which are taken for rows without a label.
 
     Returns:
-        A dictionary array (N,), null for rows that have no label in either column.
+        A new dictionary array (N,) with the classes of both columns, null for rows that
+        have no label in either column.
     """
     both = pa.chunked_array([labels, others]).unify_dictionaries()
     first, second = both.chunks
@@ -151,8 +152,8 @@ def find_rows(ids: pa.LargeStringArray, names: Iterable[str]) -> dict[str, int]:
         names: Ids to search for.
 
     Returns:
-        Id -> row number, for each of ``names`` that is the id of a row. Other names are
-        left out.
+        Id -> row number, for each of ``names`` that is the id of a row, in the order of
+        the rows. Other names are left out.
     """
     wanted = pa.array(names, pa.large_string())
     is_wanted = pa.compute.is_in(ids, wanted).to_numpy(zero_copy_only=False)

@@ -115,10 +115,12 @@ class ImageFacts(NamedTuple):
 
     Attributes:
         header: The format and the size.
-        brightest: The largest stored value, 0 to 255 for images of 8 bits.
+        brightest: The largest value, 0 to 255 for images of 8 bits after they are
+            converted to RGB. For a gray image of more than 8 bits, the largest of
+            ``deep_values``, but at least 0.
         deep_values: Stored values of a gray image of more than 8 bits, evenly spaced
-            over the image: finite numbers, float64 (n,), n at most about
-            :data:`SAMPLED_VALUES`. None for images of 8 bits.
+            over the image: finite numbers, float64 (n,) with n less than twice
+            :data:`SAMPLED_VALUES` (16384). None for images of 8 bits.
         has_pages: Whether it is a TIFF with further pages, which are not used.
     """
 
@@ -349,15 +351,16 @@ def prefetch_map(
 ) -> Generator[Result, None, None]:
     """Apply a function to items in threads, ahead of the consumer.
 
-    When the consumer closes the generator, items that no thread has begun are dropped,
-    and the threads are waited for. Each thread computes with one thread of PyTorch.
+    When the consumer closes the generator, or an error ends it, items that no thread
+    has begun are dropped, and the threads are waited for. Each thread computes with one
+    thread of PyTorch.
     Otherwise sixteen threads that resize images would start sixteen threads each, and
     wait for each other.
 
     Args:
         function: The function.
-        items: Its arguments. They are taken one by one in the thread of the consumer,
-            each time that it asks for a result.
+        items: Its arguments. They are taken in the thread of the consumer: up to
+            ``depth`` + 1 when it asks for the first result, then one for each result.
         threads: Number of threads.
         depth: Largest number of further items that are computed, waiting or done while
             the consumer uses a result.
@@ -429,8 +432,8 @@ def ok_mask(reasons: Sequence[str | None]) -> np.ndarray:
 def read_header(image: Image) -> Header:
     """Read the format and size of an image without decoding its pixels.
 
-    Only the first 64 KiB of a file are read, and the whole file if they do not hold the
-    header. That is so for WEBP, and for some TIFF files.
+    Only the first 64 KiB of a file are read, and the whole file if they do not give a
+    valid header. That is so for larger WEBP files, and for some TIFF files.
 
     Args:
         image: Encoded bytes, a path or URI, or pixels uint8 (H, W, 3).
@@ -471,7 +474,8 @@ def inspect_image(image: Image) -> ImageFacts:
         may be decoded at a smaller scale.
 
     Raises:
-        BadImage: The image cannot be used.
+        BadImage: The image cannot be decoded, or an array does not hold pixels uint8
+            (H, W, 3). A gray image of more than 8 bits needs no range of values here.
         StorageError: The image's file cannot be read now, but perhaps later.
     """
     if isinstance(image, np.ndarray):
@@ -583,7 +587,8 @@ def to_rgb(picture: Pillow.Image, value_range: Range | None = None) -> Pillow.Im
     bits.
 
     Args:
-        picture: The picture. It is returned itself if it is in RGB already.
+        picture: The picture. It is returned itself if it is in RGB already and has no
+            transparent color. Its pixels are decoded if they are not yet.
         value_range: The stored values (low, high) that become 0 and 255, in gray
             pictures of more than 8 bits. Values between them are scaled linearly, and
             values outside become 0 or 255. None for 0 and 65535. Pictures of 8 bits are
@@ -701,7 +706,7 @@ def read_encoded(image: bytes | str) -> bytes:
 
 @contextmanager
 def _decoder_errors() -> Iterator[None]:
-    """Turn what Pillow raises for a broken or hostile file into a BadImage.
+    """Turn what Pillow raises in the ``with`` block into a BadImage.
 
     Damaged bytes lead Pillow's parsers to errors of almost any type. Therefore only
     calls of Pillow belong inside the ``with`` block, and no code of this project. A
@@ -747,7 +752,8 @@ def _reader_errors(path: str) -> Iterator[None]:
 def _bad_image(error: Exception) -> BadImage:
     """Return the BadImage for an error of reading or decoding an image.
 
-    Its reason has the text of the error on one line, at most 200 characters of it.
+    Its message has the text of the error on one line, at most 200 characters of it. The
+    class of the error stands before it, unless the error is an OSError.
     """
     if isinstance(error, OSError):
         return BadImage(one_line(error.strerror or error)[:200])

@@ -75,14 +75,17 @@ class Vectors(Images):
     def of(cls, given: Any, what: str = "embeddings") -> Vectors:
         """Make vectors from a copy of the numbers that a caller passes.
 
-        Rows with numbers that are not finite, and rows of zeros, are unusable: they get
-        a reason, and zeros as vectors.
+        A row is unusable if any of its views has a number that is not finite, or is a
+        vector of zeros. It gets a reason, and zeros in all its views.
 
         Args:
             given: Numbers (N, D), or (N, V, D) with V views of each row: an array, a
                 tensor, nested lists or a column, see
                 :func:`~uno.data.from_python.float_vectors`.
             what: The name of the argument, for messages.
+
+        Returns:
+            Vectors without pictures and texts.
 
         Raises:
             ConfigError: ``given`` has another type or shape, is empty or is sparse.
@@ -115,9 +118,10 @@ class Vectors(Images):
         return (self.values[row].numpy().tobytes() for row in rows.tolist())
 
     def paths(self, rows: np.ndarray) -> list[str | None]:
-        """Return the paths of the pictures of ``rows`` int64 (n,), as n texts.
+        """Return the paths of the pictures of ``rows`` int64 (n,), a list of n entries.
 
-        None for a row without a picture, or with a picture that is no separate file.
+        An entry is an absolute path or a URI. It is None for a row without a picture,
+        or with a picture that is no separate file.
         """
         return [None] * len(rows) if self.shown is None else self.shown.paths(rows)
 
@@ -205,31 +209,34 @@ def read_vectors(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
 
     Parquet files have a column ``embedding`` with lists of D numbers. They may also
     have id, label, eval_label, split, text, and image or path, which the report shows.
-    A .npy, .npz or .pt file holds numbers (N, D). It may have the same columns beside
-    it: in a .csv file of the same name, or as other arrays of the .npz or .pt file. An
-    .h5ad file has them in ``obs``.
+    A .npy, .npz, .pt or .pth file holds numbers (N, D). It may have the same columns
+    beside it: in a .csv file of the same name, or as other arrays of the .npz, .pt or
+    .pth file. An .h5ad file has them in ``obs``. In these files images are paths.
 
     Rows with the same id become one row with several views, at the place of the first
     one. The first view is the one for evaluation. A row with fewer views than others
-    repeats its own. A row without an id is called row-NUMBER. A row is unreadable if
-    any of its vectors has another length than most, is not finite, or is all zeros.
+    repeats its own. A vector without an id is a row called row-NUMBER, numbered from 0
+    among all vectors. A row is unreadable if any of its vectors has another length than
+    most, is not finite, or is all zeros.
 
     Args:
-        path: Path or URI of a .parquet, .npy, .npz, .pt or .h5ad file, or a folder of
-            Parquet files.
+        path: Path or URI of a .parquet, .npy, .npz, .pt, .pth or .h5ad file, or a
+            folder of Parquet files.
         options: How the source is read. With ``images_only`` labels and splits are not
             used, and every row is an unlabeled training row.
 
     Returns:
-        The rows, with a :class:`Vectors` as their images. The vectors are in memory or
-        in a mapped file without a name.
+        The rows, with a :class:`Vectors` as their images. The vectors are in memory, or
+        mapped from a local .npy file of float32 or from a file without a name. The .npy
+        file is never changed.
 
     Raises:
         ConfigError: There is no such file or column, the file has another ending or is
-            damaged, it has no rows or more than ``MAX_ROWS``, a label, split or image
-            path cannot be used, or rows with the same id differ in label, eval_label or
-            split.
+            damaged, it has no vectors or more than ``MAX_ROWS``, a label, split or
+            image path cannot be used, or rows with the same id differ in label,
+            eval_label or split.
         StorageError: The disk has no space for large arrays of vectors.
+        ModuleNotFoundError: The file is an .h5ad file, and h5py is not installed.
     """
     source = f"vectors:{path}"
     if path.endswith((*ARRAYS, H5AD)):
@@ -344,7 +351,9 @@ def _group_views(place: np.ndarray) -> np.ndarray:
 
 
 def require_kind(config: ModelConfig, images: Images) -> None:
-    """Check that the encoder of a model takes images, or vectors of this length.
+    """Check that the encoder of a model takes what a source holds.
+
+    The encoder and the source must both have images, or vectors of the same length.
 
     Args:
         config: The section ``model`` of the configuration.
@@ -445,7 +454,8 @@ def write_vectors(
 ) -> None:
     """Write vectors as one Parquet file, by an atomic write.
 
-    The vectors are in the column ``embedding``, as lists of D numbers.
+    The vectors are in the column ``embedding``, as lists of D numbers. The metadata of
+    the file has a mark by which :func:`is_vectors` knows it.
 
     Args:
         path: Path or URI of the file, which is replaced if it exists. Missing folders
@@ -454,8 +464,8 @@ def write_vectors(
         counts: int64 (N,), how many views of each row are written, 0 to V: the first
             ones. Each view is a row of the file. Its number, from 0 for each of the N
             rows, is in the column ``view``.
-        columns: Column name -> Arrow array (N,), the other columns of the file. They
-            are repeated for each view.
+        columns: Column name -> Arrow array (N,), the other columns of the file. The
+            value of a row is written for each of its views.
 
     Raises:
         StorageError: The file cannot be written.
@@ -489,8 +499,8 @@ def is_vectors(path: str) -> bool:
         path: Path or URI of a Parquet file.
 
     Returns:
-        Whether the metadata of the file say so. False also if there is no such file, or
-        it cannot be read.
+        Whether the metadata of the file say so. False also if there is no such file, it
+        cannot be read, or it is no Parquet file.
     """
     folder, name = filesystem.split(path)
     try:
@@ -518,9 +528,10 @@ def _read_parquet(source: str, path: str, options: ReadOptions) -> VectorFile:
 
     Raises:
         ConfigError: There is no file, a file is damaged, has no column of vectors, or
-            lacks a column that ``options`` names; the files do not have the same
-            columns; a column of images holds something else; the folder of a file
-            stands for a column (LABEL=VALUE); or most rows have no vector.
+            lacks a column that ``options`` names; the types of a column do not fit
+            together in several files; a column of images holds something else; the
+            folder of a file stands for a column (LABEL=VALUE); or there are no rows or
+            most have no vector.
         StorageError: The disk has no space for the vectors.
     """
     names = options.columns

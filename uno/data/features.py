@@ -200,8 +200,8 @@ def settings(config: Config) -> dict[str, Any]:
     """Return the settings that features depend on, as JSON values by name.
 
     They are the name of the encoder, its runtime, whether it computes in bfloat16, the
-    views, and how images are resized and normalized. With random views, "views" is
-    their augmentation, else only the size of a large view.
+    views, and how images are decoded, resized and normalized. With random views,
+    "views" is their augmentation, else only the size of a large view.
 
     Args:
         config: The configuration of the run.
@@ -253,7 +253,8 @@ def encode_chunk(job: FeatureJob, encoder: nn.Module, rows: np.ndarray) -> Chunk
     Args:
         job: The rows to encode, and how.
         encoder: The encoder in eval mode on its device, or a :class:`Runtime` of it.
-        rows: The numbers of the rows among all rows of the run, int64 (n,).
+        rows: The numbers of the rows among all rows of the run, int64 (n,), at least
+            one.
 
     Returns:
         The features of the rows on the CPU, in the order of ``rows``. A row that can
@@ -293,7 +294,7 @@ def oddity(features: Tensor) -> str:
     """Return why features cannot distinguish images, in a word.
 
     Args:
-        features: (N, D).
+        features: (N, D), finite numbers of at least one row.
 
     Returns:
         'zero' if all are zero; 'huge' if their mean norm is above :data:`HUGE` (1e6);
@@ -536,7 +537,7 @@ def compute_local(
     Args:
         job: The rows of the run, and how they are encoded.
         encoder: The encoder in eval mode on its device, or a :class:`Runtime` of it.
-        rows: The numbers of the rows to encode, int64 (n,).
+        rows: The numbers of the rows to encode, int64 (n,), at least one.
         threads: Number of threads.
 
     Yields:
@@ -550,7 +551,7 @@ def compute_local(
     """
 
     def compute(rows: np.ndarray) -> Chunk:
-        """Encode a chunk, after setting PyTorch's number of threads to 1 here.
+        """Encode a chunk, with PyTorch's number of threads set to 1 in this thread.
 
         Args:
             rows: The numbers of the rows of the chunk, int64 (n,).
@@ -563,13 +564,14 @@ def compute_local(
 
 
 def image_versions(images: Images, rows: np.ndarray) -> pa.Array:
-    """Return a text for each image that changes if the image changes.
+    """Return a text for each image, by which a changed image is noticed.
 
-    It holds the stored size of the image in bytes, and the modification time in ns of
-    its file, or of the file that images are stored together in. Times that are not
-    known are looked up for images that are files of their own, with a request for each
-    remote file; others have the time -1. An image in memory has the time 0, and
-    a hash of its pixels or bytes in place of the size.
+    It holds the stored size of the image in bytes (-1 if it is not known; in a Parquet
+    file about the mean size in the row group), and the modification time in ns of its
+    file, or of the file that images are stored together in. Times that are not known
+    are looked up for images that are remote files of their own, with a request for each
+    file; others have the time -1. An image in memory has the time 0, and a hash of its
+    pixels or bytes in place of the size.
 
     Args:
         images: The images of all rows.
@@ -636,8 +638,8 @@ class FeatureCache:
         """Read the features of all N rows that the cache has.
 
         A row is found by its id, the version of its image (:func:`image_versions`) and
-        its number of views. A file that is damaged is removed, and a warning is logged.
-        Its rows count as rows that the cache lacks.
+        its number of views. A file of features that is damaged or cannot be read is
+        removed, and a warning is logged. Its rows count as rows that the cache lacks.
 
         Returns:
             Features float32 (N, 1 + V, D), the evaluation view and V random views of
@@ -723,7 +725,8 @@ class FeatureCache:
     def _read_index(self, name: str) -> _Index:
         """Read which images a file of features holds, and where.
 
-        The result has no images if the file is damaged, which is then removed.
+        The result has no images if the file is damaged or cannot be read. The file is
+        then removed.
 
         Args:
             name: The name of the file in the folder of the cache.
@@ -741,13 +744,13 @@ class FeatureCache:
         """Read columns of one file of features.
 
         Args:
-            name: The name of the file.
+            name: The name of the file in the folder of the cache.
             columns: The names of the columns.
 
         Returns:
             The table, or None if the file is damaged or cannot be read. A warning is
-            then logged, and the file is removed. A file is also damaged if it lacks a
-            column or its vectors do not have D numbers.
+            then logged, and the file is removed if that is possible. A file is also
+            damaged if it lacks a column or its vectors do not have D numbers.
         """
         path = f"{self._job.folder}/{name}"
         kind = pa.list_(pa.float32(), self._job.num_features)
@@ -793,7 +796,8 @@ def cached_features(
     Rows that were encoded and can be read are written to the cache after 32 MiB or 10 s
     of new features, at the end, and also when ``compute`` raises an error, so that a
     later call encodes only the other rows. If the cache lacks any row, ``facts.json``
-    is written first. Rows that cannot be read are encoded again in each call.
+    is written first. Rows that cannot be read are not cached: ``compute`` gets their
+    numbers again in each call.
 
     Args:
         cache: The cache of the N rows.

@@ -92,8 +92,9 @@ def is_uri(path: str) -> bool:
 def normalize_path(path: str) -> str:
     """Convert a path as a user writes it to the form that this module takes.
 
-    In a local path a leading ``~`` is expanded, and ``file://`` is removed with its
-    percent signs decoded. Another URI only loses slashes at its end.
+    In a local path a leading ``~`` is expanded. ``file://`` is removed together with a
+    host and with all from '?' or '#' on, and the percent signs are decoded. Another URI
+    only loses slashes at its end.
 
     Args:
         path: A local path, or a URI such as ``s3://bucket/folder``.
@@ -155,7 +156,7 @@ def parse_json(data: str | bytes) -> Any:
 
 
 def require_regular(path: str | bytes) -> None:
-    """Check that a local path is a regular file or a directory.
+    """Check that a local path is a regular file or a directory, not a special file.
 
     The check exists because opening a FIFO, a device or a socket may block forever.
 
@@ -282,9 +283,10 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 def _walk_remote(root: str) -> Iterator[FileEntry]:
     """Yield the files below a URI in the order of their relative paths.
 
-    Hidden files and folders are left out. The folders of the first levels are listed
-    at the same time, and one request lists all files below each folder of the last of
-    these levels. All requests are made before the first file is yielded.
+    Hidden files and folders are left out. First the root is listed, then the folders in
+    it at the same time. Then, also at the same time, one request for each folder two
+    levels below the root lists all that is below this folder. All requests are made
+    before the first file is yielded.
 
     Args:
         root: The URI of the folder.
@@ -506,9 +508,11 @@ def resolver(root: str, follow_links: bool = False) -> Callable[[str], str | Non
     Returns:
         A function from a relative path to the full path, which need not exist. Without
         ``follow_links`` the links in a local path are replaced by what they lead to.
-        The function returns None for a URI, for a path with a NUL character, and for a
-        path that leaves ``root`` by '..' or (without ``follow_links``) by a link. An
-        absolute path is accepted if ``root`` is local and it is inside ``root``.
+        The function returns None for a URI, for a path with a NUL character, for the
+        path of a local ``root`` itself, and for a path that leaves ``root`` by '..' or
+        (without ``follow_links``) by a link. An absolute path is accepted if ``root``
+        is local and it is inside ``root``. If ``root`` is a URI, any path that is
+        absolute or has the part '..' gives None.
         Without ``follow_links`` the function remembers where the links of a folder
         lead: if they change later, it does not notice.
     """
@@ -519,7 +523,8 @@ def resolver(root: str, follow_links: bool = False) -> Callable[[str], str | Non
     def find(relative: str) -> str | None:
         """Return the full path of ``relative``, which need not exist.
 
-        None if it is outside the root, is a URI or has a NUL character.
+        None if it is outside the root or is a local root itself, is a URI or has a NUL
+        character.
         """
         if is_uri(relative) or "\0" in relative:
             return None
@@ -701,13 +706,18 @@ def reading(path: str) -> AbstractContextManager[None]:
 class Storage:
     """Files below a root directory, in a local file system or in remote storage.
 
-    A file that is written appears whole or not at all. Names of files are paths below
-    the root; '' is the root itself. If the file system refuses something, methods raise
-    a StorageError with the path.
+    A file that is written appears whole or not at all. Only :meth:`append` and
+    :meth:`write_if_absent` may leave a part of a local file if the process is killed.
+    Names of files are paths below the root; '' is the root itself. If the file system
+    refuses something, methods raise a StorageError with the path.
 
     Args:
-        root: Local path without ``~``, which is made absolute, or URI other than
-            ``file://``. :func:`normalize_path` makes it from what a user writes.
+        root: Local path or URI. It is converted by :func:`normalize_path`, and a local
+            path is made absolute. The directory need not exist.
+
+    Raises:
+        StorageError: The URI is not valid, or pyarrow does not know its scheme or
+            options.
 
     Attributes:
         root: The path of the root inside its file system.
@@ -736,6 +746,8 @@ class Storage:
     def path(self, name: str) -> str:
         """Return the full path of a file below the root, inside the file system.
 
+        For a remote root it has no scheme, such as 'bucket/folder/name'.
+
         Args:
             name: The path of the file below the root; '' for the root itself.
         """
@@ -745,8 +757,8 @@ class Storage:
         """Return the full path or URI of a file below the root.
 
         Args:
-            name: The path of the file below the root; '' for the root itself. Options
-                of a URI stay at its end.
+            name: The path of the file below the root, which is percent-encoded in a
+                URI; '' for the root itself. Options of a URI stay at its end.
         """
         return join(self.uri, name) if name else self.uri
 
@@ -955,8 +967,8 @@ class Storage:
         An object store cannot append, so the whole file is read and written again. Use
         this method there for small files only. Files that grow during training are
         uploaded with pauses of :func:`upload_pause_s`. A local file is appended to in
-        place, and a process that is killed may leave a part of its lines in it. If the
-        file does not end with a line end, one is added before the new lines.
+        place, and a process that is killed may leave a part of its lines in it. If a
+        local file does not end with a line end, one is added before the new lines.
 
         Args:
             name: Name of the file. Missing directories are created.
@@ -1001,10 +1013,10 @@ class Storage:
     def move(self, name: str, target: str) -> None:
         """Move a file, or a directory with all that is in it, and replace ``target``.
 
-        Local files are renamed; a local directory at ``target`` is deleted before a
-        directory is moved there. Object stores have no rename: all files are copied and
-        then deleted. Files of a remote directory ``target`` that are not overwritten
-        stay there.
+        Local files and directories are renamed; before a local directory is moved, the
+        file or directory at ``target`` is deleted. Object stores have no rename: in
+        remote storage all files are copied and then deleted. Files of a remote
+        directory ``target`` that are not overwritten stay there.
 
         Args:
             name: Name of the file or directory. A name that does not exist is an error
@@ -1073,8 +1085,9 @@ class Storage:
 def user_cache() -> str:
     """Return the cache directory of the user, a path or URI.
 
-    It is the environment variable ``UNO_CACHE`` if that is set, else ``uno`` in
-    ``XDG_CACHE_HOME`` or in ``~/.cache``. The directory is not created.
+    It is the environment variable ``UNO_CACHE`` if that is set, else the folder ``uno``
+    in ``XDG_CACHE_HOME`` or else in ``~/.cache``. A variable that is empty counts as
+    not set. The directory is not created.
     """
     user = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "uno")
     return normalize_path(os.environ.get(CACHE_VARIABLE) or user)

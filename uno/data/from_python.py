@@ -30,8 +30,8 @@ def float_vectors(given: Any, what: str) -> Tensor:
 
     Args:
         given: Numbers (N, D), or (N, V, D) with V views of each row: an array, a
-            tensor, nested lists, a table of D columns, or a column that holds N arrays.
-            Tables and columns may be of pandas, polars or pyarrow.
+            tensor, nested lists, a table of D columns, or a column that holds N arrays
+            (D,) or (V, D). Tables and columns may be of pandas, polars or pyarrow.
         what: The name of the argument, for messages.
 
     Returns:
@@ -39,7 +39,7 @@ def float_vectors(given: Any, what: str) -> Tensor:
 
     Raises:
         ConfigError: ``given`` is an array of something else than integers, floats and
-            objects, such as booleans or complex numbers; or of objects that NumPy
+            objects, such as booleans, text or complex numbers; or of objects that NumPy
             cannot convert, such as ``pandas.NA``. Or it has rows of different lengths
             or another number of dimensions, is empty (N, V or D is 0), or is sparse.
     """
@@ -73,9 +73,10 @@ def _float_array(given: Any, what: str) -> np.ndarray:
         what: The name of the argument, for the message.
 
     Returns:
-        float32, in native byte order and contiguous memory, with the number of
-        dimensions of ``given``, which is not checked. Masked values are NaN, and
-        numbers that are too large are infinite.
+        float32, in native byte order and contiguous memory. The array has the shape of
+        ``given``, or (N, D) or (N, V, D) for N objects that are vectors or matrices.
+        The number of dimensions is not checked. Masked values are NaN, and numbers that
+        are too large are infinite. It may share its memory with ``given``.
 
     Raises:
         ConfigError: ``given`` does not hold real numbers in rows of equal length.
@@ -100,11 +101,11 @@ def _stacked(array: np.ndarray) -> np.ndarray:
     """Convert an array of objects to float32 numbers.
 
     Args:
-        array: (N,), where each object is a vector; or an array of any shape of Python's
-            numbers, or of text that is a number. None is NaN.
+        array: (N,), where each object is a vector (D,) or a matrix (V, D); or an array
+            of any shape of Python's numbers, or of text that is a number. None is NaN.
 
     Returns:
-        (N, D) for N vectors of length D, otherwise the shape of ``array``.
+        (N, D) or (N, V, D) for N vectors or matrices, otherwise the shape of ``array``.
 
     Raises:
         ValueError: The vectors have different lengths, or a text is no number.
@@ -122,8 +123,10 @@ def _fix(given: Any) -> str:
         given: The table or column, as a caller passes it.
 
     Returns:
-        Text that ends an error message: for anything with ``columns`` to pass its
-        numbers alone, for a column or list to stack its vectors; '' otherwise.
+        Text that ends an error message: for anything with the attribute ``columns`` the
+        advice to pass its numbers alone, else for a column, list or other object of one
+        dimension to stack its vectors; '' for an array of another number of dimensions
+        and for text.
     """
     if hasattr(given, "columns"):
         return (
@@ -150,16 +153,17 @@ def _not_vectors(what: str, dtype: Any, shape: Iterable[int]) -> ConfigError:
 def class_names(labels: Any) -> list[str | None]:
     """Return the class of each row, and None for a row without a label.
 
-    A label is a name, a whole number or a truth value. No label is given by None, NaN,
-    a blank text, a negative number, a masked value, or the missing value of pandas,
-    polars or pyarrow. If every label is a number or the text of one, text is read as a
+    A label is a name, a whole number or a boolean. None, NaN, a blank text, a negative
+    whole number, a masked value, and the missing value of pandas, polars or pyarrow
+    stand for no label. If every label is a number or the text of one, text is read as a
     number, so "1.0" and 1 are one class.
 
     Args:
         labels: A list, array, tensor or column of N labels.
 
     Returns:
-        N names, such as 'cat', '3' for a number and 'True'; and None.
+        A list of N entries in the order of the rows. Each is a name, such as 'cat', '3'
+        for the number 3 and 'True' for True; or None.
 
     Raises:
         ConfigError: ``labels`` is no list or column, or holds a fraction, an infinite
@@ -175,7 +179,7 @@ def distinct_ids(ids: Any) -> list[str]:
         ids: A list, array, tensor or column of N ids. A number becomes its text.
 
     Returns:
-        N different texts.
+        N different texts, in the order of ``ids``.
 
     Raises:
         ConfigError: ``ids`` is no list or column, an id is missing (None, NaN, blank
@@ -198,8 +202,9 @@ def distinct_ids(ids: Any) -> list[str]:
 def values_of(given: Any, what: str) -> list[Any]:
     """Return a list or column of scalars as a list of Python objects.
 
-    Scalars of NumPy, PyTorch and pyarrow are converted. Other items of any type are
-    returned as they are, and are not checked.
+    Scalars of NumPy, PyTorch and pyarrow are converted. Other items of any type, also
+    missing values, are returned as they are, and are not checked. The result may be
+    empty.
 
     Args:
         given: A list or another iterable, an array or tensor (N,), or a column of

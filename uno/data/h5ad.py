@@ -49,18 +49,21 @@ def read_h5ad(path: str, options: ReadOptions) -> VectorFile:
 
     Args:
         path: Path or URI of the file.
-        options: How the source is read. Only its ``columns`` are used.
+        options: How the source is read. Only two of its attributes are used:
+            ``columns``, and ``images_only``, with which columns of labels and splits
+            that ``columns`` names may be missing.
 
     Returns:
         The vectors of the cells as float32 (N, D), a note that names their array, and
         those columns of ``obs`` that have a standard name or that ``options.columns``
-        names: id, label, eval_label, split, path or image, and text.
+        names: id, label, eval_label, split, path and text. A column of images is
+        returned as the column 'path'.
 
     Raises:
-        ConfigError: The file cannot be read or has the layout of an old anndata, an
-            array or column is missing, several arrays could be meant, the array is
-            sparse or holds no numbers, or two cells have one name and there is no
-            column ``id``.
+        ConfigError: The file cannot be read or has the layout of an old anndata; an
+            array or column is missing, or a column such as ``Label`` would be ignored;
+            several arrays could be meant; the array is sparse, is empty or holds no
+            numbers; or two cells have one name and there is no column ``id``.
         StorageError: The disk has no space for the vectors.
         ModuleNotFoundError: h5py is not installed.
     """
@@ -86,10 +89,14 @@ def _read_cells(path: str, file: Any, options: ReadOptions) -> VectorFile:
         file: The file, opened by h5py.
         options: How the source is read.
 
+    Returns:
+        The result of :func:`read_h5ad`.
+
     Raises:
-        ConfigError: The file has an old layout, an array or column is missing, several
-            arrays could be meant, the array is sparse or holds no numbers, or two cells
-            have one name and there is no column of ids.
+        ConfigError: The file has an old layout; an array or column is missing, or a
+            column such as ``Label`` would be ignored; several arrays could be meant;
+            the array is sparse, is empty or holds no numbers; or two cells have one
+            name and there is no column of ids.
         KeyError: A member of the file is missing. h5py also raises other errors of
             :data:`UNREADABLE` for damaged files.
         StorageError: The disk has no space for the vectors.
@@ -172,8 +179,8 @@ def _open_member(group: Any, name: str) -> Any:
 
     Raises:
         KeyError: There is no such member, or ``name`` has a '/'.
-        ValueError: The member is a soft or external link, or its data is in other
-            files, which may be any files of the disk.
+        ValueError: The member is a soft or external link, a virtual dataset, or a
+            dataset with external storage: its data may be in any file of the disk.
     """
     import h5py
 
@@ -192,7 +199,8 @@ def _open_member(group: Any, name: str) -> Any:
 def _is_array(node: Any) -> bool:
     """Return whether a dataset or group of HDF5 is a matrix, dense or sparse.
 
-    Sparse ones are groups with an encoding type that ends in "_matrix".
+    A dense matrix is a dataset with two dimensions, of any type. A sparse matrix is a
+    group with an encoding type that ends in "_matrix".
     """
     is_sparse = str(node.attrs.get("encoding-type", "")).endswith("_matrix")
     return is_sparse or len(getattr(node, "shape", ())) == 2
@@ -226,7 +234,10 @@ def _read_matrix(path: str, node: Any) -> np.ndarray:
 
 
 def _read_column(node: Any) -> Any:
-    """Read a column of ``obs`` as an Arrow array (N,). Missing values are null.
+    """Read a column of ``obs`` as an Arrow array (N,).
+
+    Values that the column marks as missing are null. NaN in a plain dataset of numbers
+    stays NaN.
 
     Args:
         node: A dataset of text, numbers or booleans; or a group with categories and
@@ -260,8 +271,8 @@ def format_h5ad(
 
     Args:
         ids: The name of each of N cells.
-        columns: Name of a column of ``obs`` -> Arrow array (N,) of text, with null for
-            a missing value, or of floats.
+        columns: Name of a column of ``obs`` -> Arrow array (N,) of text (of the type
+            ``string``), with null for a missing value; or of floats.
         arrays: Name of an array of ``obsm`` -> numbers (N, D).
 
     Returns:
@@ -297,7 +308,8 @@ def _write_column(frame: Any, name: str, column: Any) -> None:
     Args:
         frame: The h5py group of the table.
         name: The name of the column.
-        column: An Arrow array (N,) of text or floats.
+        column: An Arrow array (N,) of text (of the type ``string``) or of floats.
+            Null is written as the code -1 in text, and as NaN in floats.
     """
     if not pa.types.is_string(column.type):
         _write_array(frame, name, column.to_numpy(zero_copy_only=False))
@@ -327,7 +339,7 @@ def _write_array(group: Any, name: str, values: list[str] | np.ndarray) -> None:
 
 
 def _create_group(parent: Any, name: str, kind: str, version: str) -> Any:
-    """Create a group of HDF5 with anndata's attributes of its encoding.
+    """Create and return a group of HDF5 with anndata's attributes of its encoding.
 
     Args:
         parent: The group or file to write to.

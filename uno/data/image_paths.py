@@ -50,7 +50,8 @@ class ImagePaths:
     def locate(self, given: str) -> tuple[str | None, tuple[int, int]]:
         """Find an image by its path as it is written, or as other programs write it.
 
-        A missing ``image_suffix`` is added first, and ``file://`` is removed. If there
+        First ``file://`` and the URI of a remote folder are removed from the path, and
+        a missing ``image_suffix`` is added. The result is the first spelling. If there
         is no such local file, other spellings are tried, such as slashes in place of
         backslashes. In remote storage no other spelling is tried, and no file is looked
         up.
@@ -64,8 +65,8 @@ class ImagePaths:
             exists, the path is that of the first spelling, with (-1, 0). In remote
             storage it is followed by (-1, -1). The path is None, with (-1, 0), if no
             spelling exists and the first one is outside the folder: it leads out by
-            '..', as an absolute path or by a link (without ``follow_links``), or it is
-            a URI of another place.
+            '..', as an absolute path or by a link (without ``follow_links``), it is a
+            URI of another place, or it has a NUL character.
         """
         written = self._complete(given)
         path = self._inside(written)
@@ -136,10 +137,10 @@ class ImagePaths:
 def _other_spellings(path: str) -> Iterator[str]:
     """Yield other spellings of a path, by which its file may be found.
 
-    They are, one after the other: the path without spaces at its ends; with slashes in
-    place of backslashes; and with such slashes and decoded percent signs, the Unicode
-    form NFC, or the form NFD. A spelling may equal the path. A path with a Windows
-    drive has none.
+    There are five, in this order: the path without spaces at its ends; the path with
+    slashes in place of backslashes; and three that change the one with slashes: its
+    percent signs are decoded, its Unicode form is NFC, or it is NFD. A spelling may
+    equal the path. For a path with a Windows drive nothing is yielded.
     """
     slashes = path.replace("\\", "/")
     if not WINDOWS_DRIVE.match(path):
@@ -173,8 +174,8 @@ def find_images(
             :meth:`ImagePaths.locate`.
         options: How the source is read. ``image_suffix`` is added to paths that lack
             it, and ``follow_links`` allows links that lead out of the folder.
-        may_lack: Whether a row may have no path. Its path is then '' and its size -1,
-            an unreadable image.
+        may_lack: Whether a row may have no path. Its path is then '', its size -1 and
+            its time 0, which is an unreadable image.
         lines: The line of each of the N rows in the table, which errors name. None if
             the table is no file of text.
         otherwise: Text that is added to the end of error messages about a path, with
@@ -182,8 +183,8 @@ def find_images(
 
     Returns:
         N files, with absolute paths or URIs. A local file that does not exist has the
-        size -1 and the time 0, and its image is unreadable. In remote storage both are
-        -1, because no file is looked up.
+        size -1 and the time 0, and its image is unreadable. For a path in remote
+        storage both are -1, because no file is looked up.
 
     Raises:
         ConfigError: A value is no text, a row has no path although ``may_lack`` is
@@ -229,7 +230,10 @@ def find_images(
 def _fix_of_missing(root: str, example: str, options: ReadOptions) -> str:
     """Return the end of the error that says that no image was found: what to do.
 
-    The folder of the example is listed, to find a name that differs only in capitals.
+    The first advice that fits is given. If the folder of the example has a file whose
+    name differs only in capitals, it is to correct the names. For a path with a Windows
+    drive it is to write relative paths. Otherwise it is to give ``--data.image-folder``
+    and, if the example does not end like an image, ``--data.image-suffix``.
 
     Args:
         root: Local folder that the paths are relative to.

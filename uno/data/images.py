@@ -578,15 +578,15 @@ def spread(
     num: int,
     labels: np.ndarray | None = None,
 ) -> list[np.ndarray]:
-    """Choose a sample of rows that takes little reading.
+    """Choose a sample of rows that takes little reading. No image is read here.
 
     Rows that are read by themselves, or are in memory, are chosen evenly spaced: of
     each kind ``num``, or all if it has fewer. Of images that are stored together, whole
-    groups are chosen evenly spaced, the same
-    ones for all kinds of rows as far as they suffice. If the groups are sorted by
-    class, so that a few of them show few classes, single rows of all kinds are chosen
-    evenly spaced after all. This is so if the rows of the first kind in these groups
-    have less than 90 % (:data:`SORTED_SHARE`) of the classes of evenly spaced rows.
+    groups are chosen evenly spaced, the same ones for all kinds of rows as far as they
+    suffice. If the groups are sorted by class, so that a few of them show few classes,
+    single rows of all kinds are chosen evenly spaced after all. This is so if the rows
+    of the first kind in these groups have less than 90 % (:data:`SORTED_SHARE`) of the
+    classes of evenly spaced rows.
 
     Args:
         images: The images of all rows.
@@ -620,11 +620,13 @@ def _whole_groups(
 ) -> list[np.ndarray]:
     """Choose positions of at most ``num`` rows of each kind, by whole groups.
 
-    A kind of no more than ``num`` rows is chosen whole. For another kind, the share
-    num / n of the groups that hold rows of it is chosen, evenly spaced: first among the
-    groups that serve the kind with the largest share too, and if too few of these hold
-    rows of it, also among its other groups. If its rows in the chosen groups are more
-    than ``num``, evenly spaced ones of them are kept.
+    A kind of no more than ``num`` rows is chosen whole. For another kind with n rows,
+    the share num / n of the groups that hold rows of it is chosen, evenly spaced. All
+    kinds choose first among the same groups: of all groups the largest share of any
+    kind, evenly spaced, where a kind that is chosen whole has the share 1. If too few
+    of these groups hold rows of a kind, other groups of this kind are added. If its
+    rows in the chosen groups are more than ``num``, evenly spaced ones of them are
+    kept.
 
     Args:
         images: The images of all rows, which are stored in groups.

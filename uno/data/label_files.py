@@ -125,7 +125,8 @@ def with_label_file(rows: Rows, path: str) -> Rows:
     Rows that the file does not name, or for which it names several classes, keep their
     labels. The class of the file need not be a class of the data set. Labels that are
     numbers are read by the rule of all sources, see
-    :func:`~uno.data.labels.encode_labels`: ``0.0`` is the class ``0``.
+    :func:`~uno.data.labels.encode_labels`: ``0.0`` is the class ``0``, and a negative
+    number is no label, so that the row keeps the label that it has.
 
     Args:
         rows: The rows of a source.
@@ -133,15 +134,16 @@ def with_label_file(rows: Rows, path: str) -> Rows:
             :func:`read_label_file`.
 
     Returns:
-        A copy of the rows with the labels of the file, with a note that counts them,
-        and with warnings about images in several classes and about labels of images
-        that are not among the rows. ``eval_labels`` and ``class_names`` stay as they
-        are.
+        A copy of the rows with the labels of the file, with a note that counts the
+        images that were found, and with warnings about images in several classes and
+        about labels of images that are not among the rows. ``eval_labels`` and
+        ``class_names`` stay as they are.
 
     Raises:
-        ConfigError: :func:`read_label_file` refuses the file, no image that it names
-            is found by :func:`match_images`, a label is a fraction, or a class differs
-            from another one only in its spelling.
+        ConfigError: :func:`read_label_file` refuses the file; no image that it names
+            is found by :func:`match_images`; all labels are numbers, and one is a
+            fraction; or a class has a name longer than ``MAX_LABEL_LENGTH`` or differs
+            only in its spelling from another class of the labels or ``eval_labels``.
     """
     given = read_label_file(path)
     numbers = np.arange(len(rows))
@@ -185,12 +187,12 @@ def match_images(
 ) -> dict[str, int]:
     """Find the rows of the images that a file names.
 
-    A name in the file means the row whose id it is. If there is none, the name, which
-    may be relative to any folder, and the ids and paths of rows are compared from their
-    end, by whole folder and file names:
-    it means the row whose id or path ends with the name, or with whose id or path the
-    name ends. If this holds for several rows, or for a row that another image of the
-    file means already, the image is not found. The file name of a row may also be
+    A name that is the id of a row means this row. Any other name may be a path that is
+    relative to any folder, so it is compared with the ids and paths of all rows from
+    their ends, by whole names of folders and files. It means a row if the id or path of
+    the row ends with the name, or if the name ends with the id or path of the row. The
+    image is not found if this holds for no row, for several rows, or for a row that
+    another image of the file means already. The file name in an id or path may also be
     written as Label Studio writes it, see :func:`_name_of_upload`.
 
     Args:
@@ -238,8 +240,10 @@ def _answers_of_table(path: str) -> Answers:
         path: Path or URI of the table: JSON lines if it ends with .jsonl, else CSV.
 
     Yields:
-        Pairs of the id or path of an image, and its label. An image with several labels
-        in its cell, as Label Studio writes them, gives one pair for each.
+        Pairs of the id or path of an image, and its label. Addresses of images are
+        converted by :func:`_name_of_address`, and spaces at the ends of a label's cell
+        are removed. An image with several labels in its cell, as Label Studio writes
+        them, gives one pair for each.
 
     Raises:
         ConfigError: The table cannot be read, or has no column of images or no column
@@ -371,7 +375,10 @@ def _classes_of(chosen: Any) -> list[str]:
         chosen: A class, which is any text, or a list of classes, which may be empty.
             Several classes are ``{"choices": [...]}`` in JSON-MIN, and the text of that
             in a table. A text that begins so but is no JSON of a list is the name of
-            one class.
+            one class. Classes in a list that are not text become text.
+
+    Raises:
+        KeyError or TypeError: It is something else, such as a number.
     """
     if isinstance(chosen, str) and chosen.startswith('{"choices":'):
         with suppress(ValueError):  # a class of this name
@@ -406,9 +413,9 @@ def _image_of_task(data: Mapping[str, Any]) -> str:
 def _name_of_upload(name: str) -> str:
     """Return the name that Label Studio gives to a file when a person uploads it.
 
-    Blanks at the ends are removed, and others become underscores. All other characters
-    but letters, digits, underscores, hyphens and dots are removed. The random prefix
-    that Label Studio puts before this name is not added.
+    White space at the ends is removed, and spaces inside become underscores. Then all
+    characters but letters, digits, underscores, hyphens and dots are removed. The
+    random prefix that Label Studio puts before this name is not added.
 
     Args:
         name: The name of the file, without folders.
@@ -419,10 +426,12 @@ def _name_of_upload(name: str) -> str:
 def _name_of_address(address: str) -> str:
     """Return the path of an image in the address by which Label Studio shows it.
 
-    Of an uploaded file this is the file name without Label Studio's random prefix; of a
-    file that Label Studio serves from a disk, its path with a leading slash; of another
-    URL, its path without the host. Percent signs are decoded. Other texts, such as ids
-    and paths, are returned as they are.
+    Of an uploaded file, whose address is ``/data/upload/.../PREFIX-NAME``, this is
+    ``NAME``. Of a file that Label Studio serves from a disk, at an address with
+    ``/data/local-files/?d=PATH``, it is ``PATH`` with a leading slash. Of another URL
+    it is the path, without the host and without what follows '?' or '#'. Percent signs
+    are decoded in all three. Other texts, such as ids and paths, are returned as they
+    are.
     """
     if (upload := UPLOAD.fullmatch(address)) is not None:
         return unquote(upload[1])
@@ -488,7 +497,7 @@ def _answers_of_cvat(root: ElementTree.Element) -> Answers:
         tags gives one pair for each.
 
     Raises:
-        KeyError: An image has no name, or a tag has no label.
+        KeyError: A tag that is to be yielded has no label, or its image has no name.
     """
     for image in root.iter("image"):
         for tag in image.iter("tag"):

@@ -50,9 +50,10 @@ def encode_labels(
         of their first rows, and null for a row without a label.
 
     Raises:
-        ConfigError: A label is a fraction, infinite, or neither text nor a number nor a
-            boolean; or it is a number that has no name in ``declared``, although names
-            are declared. The message names the first row that has it.
+        ConfigError: A label is a fraction (also as text that is read as a number),
+            infinite, or neither text nor a number nor a boolean; or it is a number, and
+            not text, that has no name in ``declared``, although names are declared. The
+            message names the first row that has it.
     """
     distinct: list[Any] = []
     code_of: dict[tuple[type, Hashable], int] = {}
@@ -60,8 +61,9 @@ def encode_labels(
     def encode(value: Any) -> int:
         """Return the position of a label in the list ``distinct``, -1 if it is missing.
 
-        A label that is not in the list yet is appended to it. A NumPy scalar is
-        converted to a Python value first.
+        A label that is not in the list yet is appended to it. Equal values of different
+        types, such as 1 and 1.0, have different positions. A NumPy scalar, or another
+        array without dimensions, is converted to a Python value first.
         """
         if getattr(value, "shape", None) == () and not is_missing(value):
             value = value.item()
@@ -101,8 +103,8 @@ def encode_column(
 
     Raises:
         ConfigError: The type of the column (of its values, if it is a dictionary) is
-            none of text, number, boolean and null; or :func:`encode_labels` would
-            refuse one of its labels, such as a fraction.
+            none of text (``string`` or ``large_string``), number, boolean and null; or
+            :func:`encode_labels` would refuse one of its labels, such as a fraction.
     """
     kind = column.type
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
@@ -146,13 +148,15 @@ def _to_labels(
         name_row: Returns how error messages name a row, given its number.
 
     Returns:
-        The labels, a dictionary array (N,) with null for a row without a label. Values
-        that name the same class, such as 0 and 0.0, are joined.
+        The labels, a dictionary array (N,) with null for a row without a label. The
+        classes are in the order of ``distinct``. Values that name the same class, such
+        as 0 and 0.0, are joined.
 
     Raises:
-        ConfigError: A value is a fraction, infinite, or neither text nor a number nor a
-            boolean; or it is a number that has no name in ``declared``, although names
-            are declared. The message names the first row that has it.
+        ConfigError: A value is a fraction (also as text that is read as a number),
+            infinite, or neither text nor a number nor a boolean; or it is a number, and
+            not text, that has no name in ``declared``, although names are declared. The
+            message names the first row that has it.
     """
     given = [value for value in distinct if not is_missing(value)]
     reads_text = all(
@@ -227,8 +231,8 @@ def _class_name(value: Any, declared: Sequence[str], reads_text: bool) -> str | 
 def is_missing(value: Any) -> bool:
     """Return whether a value in a column of labels means that there is no label.
 
-    This holds for None, NaN, ``pandas.NA``, a masked value of NumPy, and empty or blank
-    text. It does not hold for 0 and False.
+    This holds for None, NaN, NaT, ``pandas.NA``, a masked value of NumPy, and empty or
+    blank text. It does not hold for 0 and False.
     """
     if value is None or isinstance(value, str):
         return not (value and value.strip())

@@ -83,7 +83,7 @@ class RowBlocks:
                 may be on any device.
 
         Returns:
-            A tensor (n, ...).
+            A tensor (n, ...) in host memory.
         """
         rows, *rest = map(_on_host, rows if isinstance(rows, tuple) else (rows,))
         place = self._place[rows].contiguous()
@@ -276,9 +276,9 @@ class TrainSet:
                 has at most max(32, ceil(n / 64)) rows, too.
 
         Returns:
-            For each batch the positions of its rows in the sample, int64 (b,), in which
-            the labeled rows come first; and the function that reads batches, see
-            :data:`Read`. No batch has both labeled and unlabeled rows.
+            For each batch the positions of its rows in the sample, int64 (b,); and the
+            function that reads batches, see :data:`Read`. In the sample the chosen
+            labeled rows come first, then the chosen unlabeled rows. No batch has both.
         """
         images = self.labeled_images, self.unlabeled_images
         return plan_reading([*zip(images, chosen, strict=True)], batch_size)
@@ -423,8 +423,12 @@ def plan_reading(
     ) -> Iterator[tuple[Tensor, np.ndarray]]:
         """Yield the images or features of each batch, and bool (b,), which is all True.
 
+        They are on the device of their part, which is the CPU for a :class:`RowBlocks`.
+        Features have all views that the part has.
+
         Args:
-            batches: Positions of the rows of each batch in the sample, int64 (b,).
+            batches: Positions of the rows of each batch in the sample, int64 (b,). All
+                rows of a batch are in the same part.
         """
         for batch in batches:
             part = int(np.searchsorted(ends, batch[0], side="right"))
@@ -547,8 +551,9 @@ class MemoryBatches:
         config: The configuration of the run.
         train: The training set.
         plan: The numbers that fix the rows of every batch of the phase.
-        rank: Number of the worker.
-        world_size: The number of workers.
+        rank: Number of the worker, from 0.
+        world_size: The number of workers, which divides the numbers of labeled and of
+            unlabeled rows in a global batch.
     """
 
     def __init__(
@@ -568,10 +573,11 @@ class MemoryBatches:
     def __call__(self, step: int) -> Batch:
         """Return views of this worker's rows in one step, on the device of the set.
 
-        The batch of a pretext task has no labels.
+        A pretext task trains on all rows alike: its batch has no labels, and does not
+        say which unlabeled rows it has (``rows`` is None).
 
         Args:
-            step: Global step, from 0.
+            step: Number of the step in the phase, from 0.
         """
         labels, positions = self._train.labels, self._order.positions
         labeled, unlabeled = self._order.rows(step)

@@ -48,7 +48,7 @@ def holds_output(
 
     Raises:
         ConfigError: The mark is missing, and the directory holds anything else.
-        StorageError: The directory cannot be listed.
+        StorageError: The mark cannot be looked up, or the directory cannot be listed.
     """
     if storage.exists(mark):
         return True

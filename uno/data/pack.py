@@ -107,7 +107,8 @@ def store_shard(
         the id and the reason of each row that is left out.
 
     Raises:
-        StorageError: The file cannot be written.
+        StorageError: The file cannot be written; or an image's file cannot be read now,
+            but perhaps later, and no file is written.
     """
     with ThreadPoolExecutor(threads) as pool:
         encoded = list(pool.map(_encode, images))
@@ -235,7 +236,8 @@ def store_local(threads: int) -> Store:
 
         Raises:
             ConfigError: A source file that holds many images cannot be read.
-            StorageError: A shard cannot be written.
+            StorageError: A shard cannot be written, or an image's file cannot be read
+                now, but perhaps later.
         """
         for shard in shards:
             yield store_shard(
@@ -285,7 +287,8 @@ def pack(
         ConfigError: The rows are vectors and not images, or the directory holds other
             files or a pack of other rows or options, or a source file that holds many
             images cannot be read.
-        StorageError: The directory cannot be read or written.
+        StorageError: The directory cannot be read or written, or an image's file cannot
+            be read now, but perhaps later.
     """
     if rows.vectors is not None:
         raise ConfigError(
@@ -341,8 +344,9 @@ def pack(
 def _hash_labels(rows: Rows, labeled: np.ndarray) -> str:
     """Return a SHA-256 of what shards hold beside ids, images, labels and splits.
 
-    These are the classes that the source declares, their order, the true classes for
-    evaluation, and which rows count as labeled. ``rows.fingerprint`` has the rest.
+    It covers the order of classes and the known classes, if the source declares them,
+    the true classes for evaluation, and which rows count as labeled. Ids, images,
+    labels and splits are in ``rows.fingerprint``.
 
     Args:
         rows: The N rows to write.

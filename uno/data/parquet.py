@@ -59,12 +59,14 @@ def parquet_files(
 
     Args:
         path: Path or URI of a Parquet file, whatever its ending, or of a folder. In a
-            folder, the files with the ending ``.parquet`` at any depth are found.
+            folder, the files with the ending ``.parquet`` (in lower case) at any depth
+            are found, except hidden ones.
         follow_links: Whether links may lead out of the folder.
 
     Returns:
         The folder that holds them all; and the files in the order of their paths, which
         are relative to it. For a single file this is the folder that the file is in.
+        The size and the modification time of remote files are looked up, too.
 
     Raises:
         ConfigError: ``path`` is missing, is a folder without Parquet files, or is an
@@ -98,13 +100,18 @@ def parquet_files(
 class ParquetImages(Images):
     """The images of a column in Parquet files, read when a row is needed.
 
-    A row group is read as a whole. The object keeps the row groups that were last read
-    in part. A pickled copy reads them again.
+    :meth:`read_images` reads row groups as a whole, and keeps in memory the column of
+    the two of which it last needed only some rows. :meth:`split_rows` can read them in
+    smaller pieces. A pickled copy begins without row groups in memory.
 
     Args:
-        shards: The files.
-        column: Name of the column: bytes or struct<bytes, path>.
+        shards: The files, whose footers are read if they were not read before.
+        column: Name of the column: bytes or struct<bytes, path>. Its values may be
+            dictionary encoded.
         times: When each file was last changed, ns since 1970, -1 where it is not known.
+
+    Raises:
+        ConfigError: The footer of a file is damaged or cannot be read.
     """
 
     def __init__(
@@ -133,7 +140,10 @@ class ParquetImages(Images):
         self._recent = OrderedDict[int, Future[Any]]()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy in another process needs, which is no row groups."""
+        """Return the state to pickle: all attributes but the lock and the row groups.
+
+        Row groups that are kept in memory are not pickled.
+        """
         return {
             name: value
             for name, value in self.__dict__.items()
@@ -141,7 +151,7 @@ class ParquetImages(Images):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a pickled copy."""
+        """Restore a pickled copy, with a new lock and no row groups in memory."""
         self.__dict__.update(state)
         self._forget_groups()
 
@@ -151,10 +161,10 @@ class ParquetImages(Images):
     def read_images(self, rows: np.ndarray) -> list[Image]:
         """Return the images of some rows, in that order, as encoded bytes.
 
-        Every row group is read at most once. If only some of its rows are needed, it is
-        kept for later calls, or taken from memory if an earlier call kept it; the last
-        two such row groups are kept. A row group whose rows are all needed is read and
-        not kept.
+        Every row group is read at most once in a call. If only some of its rows are
+        needed, it is kept for later calls, or taken from memory if an earlier call kept
+        it; the two such row groups that were used last are kept. A row group whose rows
+        are all needed is read from its file and not kept.
 
         Args:
             rows: Row numbers, int64 (n,).
@@ -186,7 +196,8 @@ class ParquetImages(Images):
             group: Number of the row group, counted over all files.
 
         Returns:
-            An Arrow array of the column's type: bytes or struct<bytes, path>.
+            An Arrow array of the column's type: bytes or struct<bytes, path>, which may
+            be dictionary encoded.
 
         Raises:
             ConfigError: The file is damaged or cannot be read.
@@ -234,7 +245,8 @@ class ParquetImages(Images):
             rows: Row numbers in ascending order, int64 (n,).
 
         Yields:
-            Arrow arrays of the column's type: bytes or struct<bytes, path>.
+            Arrow arrays of the column's type: bytes or struct<bytes, path>, which may
+            be dictionary encoded.
 
         Raises:
             ConfigError: A file is damaged or cannot be read.
@@ -264,7 +276,8 @@ class ParquetImages(Images):
             group: Number of the row group, counted over all files.
 
         Returns:
-            An Arrow array of the column's type: bytes or struct<bytes, path>.
+            An Arrow array of the column's type: bytes or struct<bytes, path>, which may
+            be dictionary encoded.
 
         Raises:
             ConfigError: The file is damaged or cannot be read.
@@ -345,7 +358,8 @@ class ParquetImages(Images):
     def reader(self) -> ParquetImages:
         """Return the object that another process reads these images with: this one.
 
-        Any node can read the files.
+        It can be pickled. The copy reads the files by their paths, so they must be
+        there on the node of that process, too.
         """
         return self
 
@@ -363,7 +377,7 @@ class ParquetShard:
         self.path = path
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return how a copy in another process is made."""
+        """Return what pickle makes a copy from: only the path, without the footer."""
         return ParquetShard, (self.path,)
 
     @cached_property
@@ -391,7 +405,8 @@ class ParquetShard:
     def schema(self) -> Any:
         """The Arrow schema of the file, by its footer, which is read at the first use.
 
-        Columns keep Arrow's dictionary and view types. The schema is cached.
+        Columns of Arrow's dictionary and view types have these types here, although
+        :meth:`read` casts view types. The schema is cached.
 
         Raises:
             ConfigError: The file cannot be read, is no Parquet file, or has a damaged
@@ -405,7 +420,7 @@ class ParquetShard:
 
         Args:
             columns: Names of the columns. A name that the file lacks is ignored.
-            group: Number of the row group to read, None for the whole file.
+            group: Number of the row group in the file; None for the whole file.
 
         Returns:
             An Arrow table. It is validated, so its text is UTF-8. Columns of view types
@@ -458,7 +473,8 @@ class ParquetShard:
 
         Args:
             group: Number of the row group in the file.
-            column: Name of the column. The size is 0 for a name that the file lacks.
+            column: Name of the column. The size is 0 for a name that the file lacks,
+                and for a name with a dot.
 
         Raises:
             ConfigError: The footer is damaged or cannot be read.
@@ -656,8 +672,9 @@ def check_images(source: str, kind: Any) -> None:
             values, and a view type as its plain type.
 
     Raises:
-        ConfigError: The type is neither bytes (the images) nor text (their paths) nor a
-            struct with a field ``bytes`` of type binary or large_binary.
+        ConfigError: The type is neither binary or large_binary (the images), nor string
+            or large_string (their paths), nor a struct with a field ``bytes`` of type
+            binary or large_binary.
     """
     kind = plain_type(kind)
     fields = (

@@ -119,9 +119,9 @@ class ImageSample(NamedTuple):
     """What a sample of the images of a data set shows.
 
     Attributes:
-        readable: The facts of each readable image.
-        reasons: Row number -> the reason why the image cannot be read.
-        num_rows: The number of rows of the sample.
+        readable: The facts of each readable image of the sample.
+        reasons: Row number in the data set -> the reason why the image cannot be read.
+        num_rows: The number of rows of the sample, readable or not.
     """
 
     readable: list[ImageFacts]
@@ -315,8 +315,10 @@ class Rows:
     def times_hash(self) -> str:
         """A SHA-256 of the modification times of all images, 64 hex digits.
 
-        It changes if the local file that holds an image is written to. An image in
-        memory, and a remote file of unknown time, have a constant instead of a time.
+        The time of an image is that of the file that holds it, as ``images.times``
+        returns it: most sources look it up when they are read. So a data set that is
+        read again after such a file was written to has another hash. An image in
+        memory, a missing file and a file of unknown time have a constant instead.
         """
         times = self.images.times(np.arange(len(self)))
         return hashlib.sha256(times.tobytes()).hexdigest()
@@ -372,11 +374,11 @@ class Rows:
         """A SHA-256 that identifies the data set, 64 hex digits, cached.
 
         It covers ids, labels, splits and what :meth:`Images.content_keys` returns:
-        pixels and bytes of images in memory, but only the sizes of files and of row
-        groups of Parquet files. So a data set that was moved keeps its fingerprint, and
-        so does one with a file that was replaced by one of the same size. The order of
-        rows counts. ``eval_labels``, ``class_names`` and ``known`` do not. For 60,000
-        JPEG files it takes 0.1 s.
+        the content of images and embeddings in memory, but only the sizes of image
+        files, of images in tar shards, and of row groups of Parquet files. So a data
+        set that was moved keeps its fingerprint, and so does one with a file that was
+        replaced by one of the same size. The order of rows counts. ``eval_labels``,
+        ``class_names`` and ``known`` do not. For 60,000 JPEG files it takes 0.1 s.
         """
         digest = hashlib.sha256()
         for start in range(0, len(self), PART_ROWS):

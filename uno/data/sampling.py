@@ -1,9 +1,10 @@
-"""Choose the rows of each training batch, which depend on the seed and the step only.
+"""Choose the rows of each training batch as a function of the seed and the step.
 
-The rows are the same for any number of workers. A global batch is B_l labeled rows
-followed by B_u unlabeled rows, and both numbers are fixed for the run. The order of an
-epoch consists of permutations that are drawn from generators of their own, so that a
-resumed run needs no stored random state.
+A global batch is B_l labeled rows followed by B_u unlabeled rows, and both numbers are
+fixed for a phase. The order of an epoch consists of permutations that are drawn from
+generators of their own, so that a resumed run needs no stored random state. A batch has
+the same rows for any number of workers, unless rows are read in the groups in which
+they are stored, see :class:`Order`.
 """
 
 from dataclasses import dataclass
@@ -37,7 +38,8 @@ TUNE_FOLDS = 11  # the known classes that a trial of a sweep hides
 class Batch(NamedTuple):
     """The views of a training batch of B rows, on the training device.
 
-    The first B_l = ``len(labels)`` rows are labeled, the others are unlabeled.
+    The first B_l = ``len(labels)`` rows are labeled, the others are unlabeled. A
+    pretext task uses no labels: its batches have B_l = 0, whatever their rows are.
 
     Attributes:
         views: V tensors, large views first: pixels (B, 3, S_v, S_v) of side S_v, or
@@ -173,12 +175,12 @@ def _divide_batch(
         num_labeled: N_l, the number of labeled training rows.
         num_unlabeled: N_u, the number of unlabeled training rows.
         workers: The number of workers, at least 1.
-        batch_size: Size of the global batch, at least 2.
+        batch_size: Size of the global batch, at least 1. A size of 1 never works.
 
     Returns:
         B_l, B_u and the number of steps of an epoch. If the batch size does not work,
         the reason as text: it is odd and balanced, an epoch has no whole batch, or the
-        number of workers does not divide B_l and B_u.
+        number of workers does not divide both B_l and B_u.
     """
     if batch_sampling == "balanced" and batch_size % 2:
         return "balanced batches need an even size"
@@ -207,17 +209,18 @@ def make_pretrain_plan(
     num_workers: int = 1,
     stream: int = PRETRAIN,
 ) -> Plan:
-    """Return the numbers that fix the rows of every batch of another phase.
+    """Return the numbers that fix the batches of pretraining or of a pretext task.
 
-    The phase is pretraining or a pretext task, which have one kind of rows. All rows
-    count as labeled ones in the result. If there are fewer rows than the batch size,
-    the batch size becomes the largest multiple of the number of workers that the rows
-    fill. Rows that do not fill a batch are left out of an epoch.
+    These phases have one kind of rows, all of which count as labeled ones in the
+    result: its ``num_unlabeled`` and ``unlabeled_size`` are 0. If there are fewer rows
+    than the batch size, the batch size becomes the largest multiple of the number of
+    workers that the rows fill. Rows that do not fill a batch are left out of an epoch.
 
     Args:
         seed: Seed of the run.
         batch_size: Size of the global batch.
-        num_labeled: The number of rows to train on.
+        num_labeled: The number of rows to train on: the labeled rows for pretraining,
+            all training rows for a pretext task.
         num_workers: The number of workers, where 0 counts as 1. It must divide the
             batch size.
         stream: The random stream of the phase, :data:`PRETRAIN` or :data:`PRETEXT`.
@@ -264,7 +267,7 @@ def epoch_indices(
         rows_needed: The number of rows in the epoch. If it is larger than N, rows are
             repeated.
         stream: The random stream of this kind of rows.
-        groups: For each row the group in which it is stored, int64 (N,).
+        groups: For each row the group in which it is stored, integers (N,) from 0.
             :func:`by_windows` then draws the permutations. None for plain permutations.
         window_rows: If there are groups, about how many rows are shuffled together.
 
@@ -294,7 +297,7 @@ def by_windows(
     rows of a window are shuffled.
 
     Args:
-        groups: The group of each row, int (N,), numbers from 0.
+        groups: The group of each row, integers (N,) from 0.
         window_rows: The number of rows that a window has if groups are small.
         random: Generator of the permutation. It is advanced.
 
@@ -330,15 +333,17 @@ class Order:
     """The order in which one worker reads the rows of a phase.
 
     The worker has a contiguous share of the labeled and of the unlabeled rows of every
-    global batch. If rows are stored in groups, it has a contiguous share of every epoch
-    instead, so that only this worker reads most of the groups in its share.
+    global batch, whose rows then do not depend on the number of workers. If rows are
+    stored in groups, it has a contiguous share of every epoch instead, so that only
+    this worker reads most of the groups in its share. Which rows share a batch then
+    depends on the number of workers.
 
     Args:
         plan: The sizes of the phase.
-        rank: Number of the worker.
-        world_size: W, the number of workers.
-        groups: The group in which each labeled and each unlabeled row is stored, int64
-            (N_l,) and (N_u,); None if rows are read one by one.
+        rank: Number of the worker, from 0.
+        world_size: W, the number of workers, which divides B_l and B_u.
+        groups: The group in which each labeled and each unlabeled row is stored,
+            integers (N_l,) and (N_u,) from 0; None if rows are read one by one.
         window_rows: If there are groups, about how many rows are shuffled together, see
             :func:`by_windows`.
 
@@ -367,7 +372,7 @@ class Order:
     def rows(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows that this worker reads in one step.
 
-        The rows of the last four epochs are cached.
+        The rows of the four epochs that were used last are cached.
 
         Args:
             step: Number of the step in the phase, from 0.
@@ -382,6 +387,9 @@ class Order:
 
     def _rows_of_epoch(self, epoch: int) -> list[np.ndarray]:
         """Return the rows that this worker reads in each step of an epoch.
+
+        Args:
+            epoch: Number of the epoch in the phase, from 0.
 
         Returns:
             Positions among the labeled training rows, int64 (steps, B_l / W), and

@@ -66,14 +66,16 @@ class ImageListing:
     """The images below a folder, with counts of the files that are left out.
 
     Iterating yields the images. The counts, and so the notes and warnings, are complete
-    after the last one.
+    after the last one. It is done only once, because a second time would count the same
+    files again. Hidden and special files are neither yielded nor counted.
 
     Args:
         root: Path or URI of the folder.
         follow_links: Whether links may lead out of the folder.
 
     Raises:
-        ConfigError: ``root`` is no folder.
+        ConfigError: ``root`` is no folder. While iterating: a folder cannot be listed,
+            or a link leads out of ``root`` and ``follow_links`` is False.
     """
 
     def __init__(self, root: str, follow_links: bool = False) -> None:
@@ -95,7 +97,8 @@ class ImageListing:
     def warnings(self) -> tuple[str, ...]:
         """A tuple of one line that counts images of formats that are not read.
 
-        It is empty if there are none among the files that iterating has passed so far.
+        These formats are told by the ending, such as ``.heic``. The tuple is empty if
+        there are none among the files that iterating has passed so far.
         """
         if not self._unread:
             return ()
@@ -109,7 +112,9 @@ class ImageListing:
     def notes(self) -> tuple[str, ...]:
         """A tuple of one line that counts ignored files that are no images, by ending.
 
-        It is empty if there are none among the files that iterating has passed so far.
+        The line has the number of all such files, and that of each of the eight most
+        frequent endings. The tuple is empty if there are none among the files that
+        iterating has passed so far.
         """
         if not self._ignored:
             return ()
@@ -146,22 +151,24 @@ class Source:
 def read_rows(config: DataConfig, images_only: bool = False) -> Rows:
     """Read the rows of the data set that the configuration names.
 
-    If ``labels`` names a file, its labels replace those of the source. CIFAR is
-    downloaded first if ``download`` allows it and the folder is missing.
+    If ``config.labels`` names a file, its labels replace those of the source. CIFAR is
+    downloaded first if ``config.download`` allows it and the folder is missing.
 
     Args:
         config: The section ``data`` of the configuration. The folders ``labeled`` and
             ``unlabeled`` are read if both are given, else ``source``.
-        images_only: Whether the rows are only to be predicted. Labels and splits are
-            then not read, nor is the file ``labels``. The two folders are read in the
-            same way in any case.
+        images_only: Whether the rows are only to be predicted. The file
+            ``config.labels`` is then not read, nor are the labels of the source or its
+            columns of splits. The two folders, the digits and CIFAR keep their labels
+            and splits.
 
     Returns:
         The rows, with class names in one Unicode normalization (NFC).
 
     Raises:
-        ConfigError: The source is missing, unknown, damaged, or holds no images; or the
-            file ``labels`` cannot be used.
+        ConfigError: The source is missing, unknown, damaged, cannot be read, or holds
+            no images; or the file ``config.labels`` cannot be used.
+        StorageError: The disk has no space for large arrays of vectors.
     """
     options = ReadOptions.of(config, images_only)
     if config.labeled is not None and config.unlabeled is not None:
@@ -191,7 +198,7 @@ def locate_source(config: DataConfig) -> tuple[str, str]:
         ConfigError: The prefix is unknown, or has no path. Or there is nothing at the
             path; this is allowed for CIFAR if ``download`` is set, and for a pattern
             after ``tar:``. Or there is no prefix, and :func:`recognize` refuses the
-            path.
+            path. Or the storage of the path cannot be reached.
     """
     source = config.source.strip()
     if source == "digits":
@@ -346,6 +353,10 @@ def read_folder(
             those with boxes as annotations (COCO, YOLO or Pascal VOC).
         flag: The option that names the folder, for messages.
 
+    Returns:
+        The rows. Their ids are the paths relative to ``root``. The class of an image is
+        the first folder below ``root``, or below the folder of its split.
+
     Raises:
         ConfigError: ``root`` is no folder, there are no images, a class folder has
             none, or ``kind`` is "folder" and the folder is refused. If the layout is
@@ -394,9 +405,9 @@ def _require_classes(rows: Rows, root: str, flag: str) -> None:
         flag: The option that names the folder, for messages.
 
     Raises:
-        ConfigError: The only class has several subfolders and no image beside them; or
-            there are several classes, all with subfolders only and with names such as
-            Training and Testing.
+        ConfigError: All images are in subfolders of class folders, and either there is
+            only one class, with several subfolders; or there are several classes, all
+            with names such as Training and Testing.
     """
     classes = rows.labels.dictionary.to_pylist()
     if len(classes) != 1 and not all(name.lower() in SPLIT_WORDS for name in classes):
@@ -448,12 +459,14 @@ def read_two_folders(labeled: str, unlabeled: str, follow_links: bool = False) -
     """Read the images of a folder of known classes and of a folder without labels.
 
     Args:
-        labeled: Folder with one subfolder of images for each known class. With the
-            prefix ``classes:`` all its subfolders are classes, even one called train;
-            with ``splits:`` the subfolders of ``train/`` and of other splits are.
-            Without a prefix its content decides.
-        unlabeled: Folder whose images have no label, wherever they are below it.
-        follow_links: Whether links out of the folders are followed.
+        labeled: Folder with one subfolder of images for each known class, as the user
+            writes it, so it may begin with ``~``. With the prefix ``classes:`` all its
+            subfolders are classes, even one called train; with ``splits:`` the
+            subfolders of ``train/`` and of other splits are. Without a prefix its
+            content decides.
+        unlabeled: Folder whose images have no label, wherever they are below it: a path
+            without ``~``, or a URI.
+        follow_links: Whether links may lead out of the folders.
 
     Returns:
         The rows of both folders, labeled ones first. Their ids are the relative paths
@@ -520,10 +533,15 @@ def read_imagenet(root: str, options: ReadOptions) -> Rows:
             are kept and none is declared known. With ``images_only``, every image below
             ``root`` is an unlabeled row instead, see :func:`read_images`.
 
+    Returns:
+        The rows. Their ids are the paths relative to ``root``, and their classes are
+        wnids.
+
     Raises:
-        ConfigError: There is no folder ``train``, an image is in no folder with the
-            name of a wnid, a folder of a class has no images, or a split is used and
-            the folder has no known or no novel class of it.
+        ConfigError: ``root`` is no folder, there is no folder ``train``, an image of
+            ``train`` or ``val`` is in no folder with the name of a wnid, a folder of a
+            class has no images, or a split is used and the folder has no known or no
+            novel class of it.
     """
     if options.images_only:
         return read_images(root, options.follow_links)
@@ -683,7 +701,8 @@ def _make_rows(
         listed: For each image its file, its class or None, and whether it is for
             training.
         source: Name of the source in messages: a prefix, a colon and the folder.
-        listing: The listing that ``listed`` iterates over.
+        listing: The listing that ``listed`` iterates over. Its notes and warnings go
+            into the rows, or into the error.
         warnings: More warnings. ``listed`` may add to them while it is read.
 
     Raises:

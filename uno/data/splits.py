@@ -47,7 +47,9 @@ class Task:
             all that training may see. Test rows have -1.
         eval_labels: Index of the true class among known + novel classes, or -1 if it is
             not known, int64 (N,). Only evaluation reads it.
-        is_train: Whether each row is a training row, bool (N,).
+        is_train: Whether each row is a training row, bool (N,). It is False for rows
+            that :func:`held_out` has moved to the test split, although ``is_train`` of
+            ``rows`` is True for these.
         notes: Lines for the user about how the source was read.
     """
 
@@ -159,7 +161,8 @@ def make_task(rows: Rows, config: DataConfig) -> Task:
     Raises:
         ConfigError: No row has a label; no training row has one, and no known classes
             are declared; nothing is left to discover, because all rows are labeled with
-            known classes; the number of novel classes is not known, or is "auto"; there
+            declared known classes or, if none are declared, all training rows are
+            labeled; the number of novel classes is not known, or is "auto"; there
             are more than ``MAX_CLASSES`` classes; ``unlabeled_known_fraction`` is set
             and no known classes are declared; or ``known_classes`` or ``limit`` does
             not fit the data.
@@ -279,16 +282,17 @@ def held_out(
 ) -> np.ndarray:
     """Choose training rows that become test rows, the same ones for runs of all seeds.
 
-    The rows are drawn at random from each known class, and at least one row of each
-    remains for training. Training rows whose label is hidden, because their class is
-    not known, are drawn as one group, of which at least one row remains, too. Test rows
-    and rows without any label are not chosen.
+    A share of the rows of each known class is drawn at random, and at least one row of
+    each class remains for training. Training rows whose label is hidden, because their
+    class is not known, are one more group of which the same share is drawn, and at
+    least one of these rows remains, too. Test rows and rows without any label are not
+    chosen. Nothing is changed.
 
     Args:
         rows: All N rows.
         is_train: Whether each row is a training row, bool (N,).
         known: Names of the known classes.
-        share: The share of each group to choose, 0-1.
+        share: The share of each group to choose, 0-1. The number of rows is rounded.
 
     Returns:
         Whether each row is chosen, bool (N,).
@@ -308,8 +312,8 @@ def unlabel(labels: np.ndarray, share: float) -> np.ndarray:
     Args:
         labels: Index of the known class of each row, or -1, int64 (N,). It is not
             changed.
-        share: The share of the rows of each class that lose their label, 0-1. At least
-            one row of each class keeps its label.
+        share: The share of the rows of each class that lose their label, 0-1. The
+            number of rows is rounded. At least one row of each class keeps its label.
 
     Returns:
         A copy in which -1 replaces the labels that are hidden, int64 (N,).
@@ -490,8 +494,9 @@ def parse_known_classes(value: str, classes: list[str]) -> set[str]:
         Names of classes, which are all in ``classes``.
 
     Raises:
-        ConfigError: N is not between 1 and the number of classes; a name is not in
-            ``classes`` or is repeated; there is no name; or the file cannot be read.
+        ConfigError: N is no whole number from 1 to the number of classes; a name is not
+            in ``classes`` or is repeated; there is no name; or the file cannot be read
+            or has more than 1 MB.
     """
     first = re.fullmatch(r"first:(.*)", value.strip())
     if first:
@@ -528,9 +533,9 @@ def limit_rows(rows: Rows, limit: int) -> np.ndarray:
     """Choose at most ``limit`` rows of the training rows, and of the test rows.
 
     In each split, unlabeled rows keep their share of the rows: at least one row, and at
-    least one row is left for each class. The classes get the same number of rows,
-    except that a class with fewer rows leaves its part to the others. The rows of a
-    class are evenly spaced, so nothing is random.
+    least one row is left for each class. The classes get the same number of rows, or
+    one more, except that a class with fewer rows leaves its part to the others. The
+    rows of a class are evenly spaced, so nothing is random.
 
     Args:
         rows: All N rows.

@@ -79,9 +79,10 @@ class StreamedImages:
     Attributes:
         images: The encoded images.
         side: S, the side of decoded images in pixels.
-        decode: Takes batches of row numbers, and yields for each the row numbers,
-            images uint8 (b, 3, S, S), and the reasons of unreadable rows.
-        bad: Collects the rows that prove unreadable.
+        decode: Takes batches of row numbers int64 (b,), and yields for each batch its
+            row numbers, its images uint8 (b, 3, S, S), and for each row the reason why
+            it is unreadable, or None.
+        bad: Collects the rows that prove unreadable. ``decode`` does not add to it.
     """
 
     images: Images
@@ -94,8 +95,9 @@ class StreamedImages:
         """Return images that threads of this process decode.
 
         Args:
-            config: The configuration, which gives the size of images, the interpolation
-                and the number of threads.
+            config: The configuration, which gives the side of decoded images, the
+                interpolation, the range of values of images of more than 8 bits, and
+                the number of threads.
             images: The images of all rows of the task.
             bad: Collects the rows that prove unreadable.
         """
@@ -113,14 +115,15 @@ class StreamedImages:
             kinds: Row numbers of each kind of rows, such as labeled and unlabeled ones,
                 int64. The sample has the rows of all kinds, one kind after the other.
             batch_size: The largest number of rows of a batch. Batches have fewer rows
-                if their pixels would take more than :data:`EVAL_BYTES`.
+                if their pixels would take more than :data:`EVAL_BYTES` (64 MiB).
 
         Returns:
-            For each batch the positions of its rows in the sample, int64 (b,); and the
-            function that reads batches, see :data:`~uno.data.memory.Read`. All rows of
-            a batch are of one kind, except if images are stored in groups: the rows are
-            then read in the order of their row numbers, so that each group is read
-            once.
+            Two values. The first has for each batch the positions of its rows in the
+            sample, int64 (b,). The second is the function that reads batches, see
+            :data:`~uno.data.memory.Read`; nothing is read before it is called. All rows
+            of a batch are of one kind, except if images are stored in groups: the
+            batches then have all rows in the order of their row numbers, so that rows
+            of one group are read one after the other.
         """
         numbers = np.concatenate(kinds)
         positions = np.arange(len(numbers))
@@ -188,7 +191,7 @@ class StreamSet:
     def to(self, device: torch.device | str) -> StreamSet:
         """Return a copy of this set with another device for its batches.
 
-        The images themselves stay where they are.
+        The images and labels that the set holds stay where they are.
 
         Args:
             device: The device to which batches are copied.
@@ -204,11 +207,12 @@ class StreamSet:
 
         Args:
             config: The configuration of the run.
-            plan: The numbers that fix the rows of every batch of the phase.
-            rank: Number of the worker.
+            plan: The numbers that fix the rows of every batch of the phase, which is
+                pretraining or discovery.
+            rank: Number of the worker, from 0.
             world_size: The number of workers.
             last: The step at which the phase ends. Nothing is cropped for this step or
-                later ones.
+                later ones, so these have no batch.
         """
         return StreamBatches(config, self, plan, rank, world_size, last)
 
@@ -219,13 +223,13 @@ class StreamSet:
         :func:`~uno.data.images.spread`.
 
         Args:
-            num: The largest number of rows of each kind, if it is less than
-                :data:`MAX_SAMPLE_ROWS`. There may be a few more labeled rows, so that
-                rare classes are in the sample.
+            num: The largest number of rows of each kind; a larger number than
+                :data:`MAX_SAMPLE_ROWS` (20,000) counts as this one. There may be a few
+                more labeled rows, so that rare classes are in the sample.
 
         Returns:
-            Two arrays int64: positions among the labeled rows, and positions among the
-            unlabeled rows.
+            Two arrays int64, ascending: positions among the labeled rows, and positions
+            among the unlabeled rows.
         """
         kinds, labels = [self.labeled, self.unlabeled], self.labels.numpy()
         return spread(self.source.images, kinds, min(num, MAX_SAMPLE_ROWS), labels)
@@ -239,12 +243,13 @@ class StreamSet:
             chosen: Two arrays int64 that :meth:`choose_rows` returns: positions among
                 the labeled rows, and positions among the unlabeled rows.
             batch_size: The largest number of rows of a batch. Batches have fewer rows
-                if their pixels would take more than :data:`EVAL_BYTES`.
+                if their pixels would take more than :data:`EVAL_BYTES` (64 MiB).
 
         Returns:
             For each batch the positions of its rows in the sample, in which the labeled
             rows come first, int64 (b,); and the function that reads batches, see
-            :data:`~uno.data.memory.Read`.
+            :data:`~uno.data.memory.Read`. If images are stored in groups, a batch can
+            have labeled and unlabeled rows.
         """
         kinds = [self.labeled[chosen[0]], self.unlabeled[chosen[1]]]
         return self.source.plan_reading(kinds, batch_size)
@@ -269,8 +274,11 @@ def streaming_set(config: Config, task: Task, storage: Storage) -> StreamSet:
     Args:
         config: The configuration of the run.
         task: All rows of the run.
-        storage: The run directory, where unreadable images are listed. Those that an
-            earlier start of the run has listed there are read.
+        storage: The run directory, where unreadable images are listed. The list of an
+            earlier start of the run is read.
+
+    Raises:
+        StorageError: The list of an earlier start exists and cannot be read.
     """
     rows = task.rows
     bad = BadRows(rows.ids, rows.images, config.data.max_bad_fraction, storage)
@@ -306,9 +314,9 @@ class StreamBatches:
         config: The configuration of the run.
         train: The training set.
         plan: The numbers that fix the rows of every batch of the phase.
-        rank: Number of the worker.
+        rank: Number of the worker, from 0.
         world_size: The number of workers.
-        last: The step at which the phase ends.
+        last: The step at which the phase ends. This step and later ones have no batch.
 
     Attributes:
         waited_s: Seconds that calls have waited for views, so far.
@@ -336,17 +344,25 @@ class StreamBatches:
     def __call__(self, step: int) -> Batch:
         """Return this worker's part of the batch of a step.
 
-        Rows that prove unreadable are recorded, and replaced by other rows of the
-        batch. Every :data:`SYNC_STEPS` steps and at the start of an epoch, the workers
-        exchange these rows.
+        Rows that prove unreadable are recorded, and replaced by readable rows of their
+        kind, labeled or unlabeled, in this worker's part of the batch. Every
+        :data:`SYNC_STEPS` (100) steps and at the start of an epoch, the workers
+        exchange which rows are unreadable, so all of them must call this with the same
+        step.
 
         Args:
-            step: Global step, from 0.
+            step: Number of the step in the phase, from 0 and less than ``last``.
+
+        Returns:
+            The batch on the device of the training set. Its ``rows`` are None.
 
         Raises:
-            ConfigError: All labeled or all unlabeled images of the batch are
-                unreadable, more images are unreadable than the configuration allows, or
-                a source is damaged.
+            ConfigError: All labeled or all unlabeled images of this worker's part are
+                unreadable; more images are unreadable than the configuration allows,
+                which is checked when workers exchange them; or a file that holds many
+                images cannot be read.
+            StorageError: An image's file cannot be read now, but perhaps later; or the
+                list of unreadable images cannot be written.
         """
         config, train, plan = self._config, self._train, self._plan
         if step != self._next:
@@ -424,7 +440,7 @@ def pack(
 ) -> Generator[tuple[Tensor, dict[int, str]], None, None]:
     """Join cropped views of rows to batches of equal size.
 
-    Rows at the end that do not fill a batch are dropped.
+    Rows keep their order. Rows at the end that do not fill a batch are dropped.
 
     Args:
         chunks: The views of all rows in order, some rows at a time.
@@ -490,7 +506,7 @@ class CropJob:
         config: The configuration of the run.
         train: The training set.
         plan: The numbers that fix the rows of every batch of the phase.
-        rank: Number of the worker.
+        rank: Number of the worker, from 0.
         world_size: W, the number of workers.
         first: The first step.
         last: The step after the last one.
@@ -501,10 +517,11 @@ class CropJob:
         last: The step after the last one.
         cropper: Crops the rows.
         row_bytes: Bytes of all views of a row.
-        chunk_rows: The number of rows that are cropped at once.
+        chunk_rows: The largest number of rows to crop at once, by the size of their
+            views.
         fetch_rows: The number of rows to read at once, if the images are stored in
-            groups: about one window of labeled and one of unlabeled rows. None if each
-            image is read by itself.
+            groups: about one window of labeled and one of unlabeled rows, see
+            :func:`window_rows`. None if each image is read by itself.
         order: The order of the rows.
         rows_per_step: The number of this worker's rows in a batch, B / W.
     """
@@ -602,12 +619,13 @@ class CropJob:
 def window_rows(images: Images) -> int:
     """Return how many rows are shuffled together if images are stored in groups.
 
-    It is :data:`WINDOW_BYTES` divided by the mean stored size of an image, at least 1
-    and at most :data:`MAX_WINDOW_ROWS`, see :func:`~uno.data.sampling.by_windows`. The
-    size of every image is looked up, but no image is read.
+    It is :data:`WINDOW_BYTES` (64 MiB) divided by the mean stored size of an image, at
+    least 1 and at most :data:`MAX_WINDOW_ROWS` (2048), see
+    :func:`~uno.data.sampling.by_windows`. The sizes are those that the method ``sizes``
+    of the images returns. For images in groups it reads no image.
 
     Args:
-        images: All images of the source, at least one.
+        images: All images of the run, at least one.
     """
     num, parts = len(images), range(0, len(images), SIZES_AT_ONCE)
     total = sum(
@@ -699,7 +717,7 @@ class StreamedEvalSet(EvalRows):
     def batches(
         self, batch_size: int, rank: int = 0, world_size: int = 1
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the rows of one worker as batches, each row once.
+        """Yield the readable rows of one worker as batches, each once and in order.
 
         Unreadable rows are left out. They are added to ``bad`` of the attribute
         ``source``, which collects the unreadable rows of the run. A batch without a
@@ -707,13 +725,17 @@ class StreamedEvalSet(EvalRows):
 
         Args:
             batch_size: The largest number of rows in a batch. Batches have fewer rows
-                if their pixels would take more than :data:`EVAL_BYTES`.
+                if their pixels would take more than :data:`EVAL_BYTES` (64 MiB).
             rank: Number of the worker, from 0. It gets a contiguous share of the rows.
             world_size: The number of workers.
 
         Yields:
-            Images uint8 (b, 3, S, S), and true classes int64 (b,), indices among the
-            known and novel classes. Every row of this set has a true class.
+            Images uint8 (b, 3, S, S) on the CPU, and true classes int64 (b,), indices
+            among the known and novel classes. Every row of this set has a true class.
+
+        Raises:
+            ConfigError: A file that holds many images cannot be read.
+            StorageError: An image's file cannot be read now, but perhaps later.
         """
         own, truth = (
             rows.tensor_split(world_size)[rank] for rows in (self.index, self.truth)
@@ -739,11 +761,12 @@ class StreamedEvalSet(EvalRows):
         :func:`~uno.data.images.spread`.
 
         Args:
-            num: The largest number of rows. At most :data:`MAX_SAMPLE_ROWS` are chosen.
+            num: The largest number of rows. At most :data:`MAX_SAMPLE_ROWS` (20,000)
+                are chosen.
 
         Returns:
             A list of one array int64, because there is one kind of rows: the positions
-            of the chosen rows in :attr:`index`.
+            of the chosen rows in :attr:`index`, ascending.
         """
         rows, num = [self.index.numpy()], min(num, MAX_SAMPLE_ROWS)
         return spread(self.source.images, rows, num)
@@ -757,7 +780,7 @@ class StreamedEvalSet(EvalRows):
             chosen: A list of one array int64, the positions of the chosen rows in
                 :attr:`index`, which :meth:`choose_rows` returns.
             batch_size: The largest number of rows of a batch. Batches have fewer rows
-                if their pixels would take more than :data:`EVAL_BYTES`.
+                if their pixels would take more than :data:`EVAL_BYTES` (64 MiB).
 
         Returns:
             For each batch the positions of its rows in the sample, int64 (b,); and the
@@ -775,8 +798,8 @@ def decoded_rows(batch_size: int, side: int) -> int:
         side: The side of the decoded images in pixels.
 
     Returns:
-        ``batch_size``; or as many images as have at most :data:`EVAL_BYTES` of pixels,
-        if that is less, but at least 1.
+        ``batch_size``; or as many images as have at most :data:`EVAL_BYTES` (64 MiB) of
+        pixels, if that is less, but at least 1.
     """
     return max(1, min(batch_size, EVAL_BYTES // (3 * side**2)))
 

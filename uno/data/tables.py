@@ -55,12 +55,13 @@ STORE_BYTES = ", or store the bytes of the images in the column"
 def read_parquet(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
     """Read one Parquet file, or all *.parquet files of a folder.
 
-    The split of a row is its value in the column ``split``; else it follows from the
-    name of the file (train-*, test-*, validation-*) or its folder; else it is train.
+    The split of a row is its value in the column ``split``, where an empty value counts
+    as train. In a file without this column it follows from the name of the file
+    (train-*, test-*, validation-*) or its folder, and is train if these name none.
     Bytes of images stay in the files until they are read. Without a column of labels
-    all rows are unlabeled, and a note suggests a column. If the metadata of the files
-    have class names (Hugging Face) or known classes (``uno data pack``), the rows have
-    them, too.
+    all rows are unlabeled, and a note suggests a column that may hold them, if there is
+    one. If the metadata of the files have class names (Hugging Face) or known classes
+    (``uno data pack``), the rows have them, too.
 
     Args:
         path: Path or URI of the file or folder.
@@ -75,9 +76,11 @@ def read_parquet(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
 
     Raises:
         ConfigError: There is no such file, or there are no rows; the files are damaged,
-            are the shards of an unfinished ``uno data pack``, are in folders of hive
-            partitioning for a column that would be read, or do not have the same
-            columns; or a column or its values cannot be used.
+            are the shards of an unfinished ``uno data pack``, or are in folders of hive
+            partitioning for a column that would be read; the files differ in the name
+            of their image column, in the class names of their metadata, or in the type
+            of a column; or a column or its values cannot be used. A file may lack a
+            column of labels or ids that another one has.
     """
     source, (root, files) = f"parquet:{path}", parquet_files(path, options.follow_links)
     refuse_partitions(source, files, options)
@@ -164,11 +167,12 @@ def refuse_partitions(
 def join_tables(source: str, tables: Sequence[pa.Table]) -> pa.Table:
     """Concatenate the tables of several files.
 
-    Columns are joined by name. Number types that differ become one that holds both.
+    Columns are joined by name. Types of one kind that differ, such as two of numbers,
+    become one that holds both.
 
     Args:
         source: Name of the source, for errors.
-        tables: Arrow tables. A column that a table lacks is null there.
+        tables: Arrow tables, at least one. A column that a table lacks is null there.
 
     Raises:
         ConfigError: The types of a column do not fit together, such as text and
@@ -190,7 +194,7 @@ def _make_ids(table: Any, name: str, first: int) -> pa.LargeStringArray:
             row, the id is ``row-NUMBER``, with the number of the row in the source. If
             it has no such column, ids are ``NAME#NUMBER``, with the number of the row
             in the file. Both count from 0.
-        name: Relative path of the file.
+        name: Relative path of the file, which is NAME above.
         first: Number of the file's first row in the source.
     """
     rows = np.arange(len(table))
@@ -206,8 +210,9 @@ class _FileContent(NamedTuple):
 
     Attributes:
         shard: The file.
-        table: The columns split; id, label and eval_label, if the file has them; and
-            image, if the images are paths.
+        table: The columns by standard name: split in any case; id, label and
+            eval_label, if the file has them and they are to be read; and image, as
+            text, if the images are paths.
         image: The name of the column that holds the bytes of the images, '' if they are
             paths.
         class_names: The class names of the metadata, empty if it has none.
@@ -342,8 +347,9 @@ def check_names(path: str, columns: Iterable[str], options: ReadOptions) -> None
     Raises:
         ConfigError: A named column is missing. Or a column differs from label, split
             or eval_label only in case or in spaces around it, for example ``Label``,
-            and would be ignored, because no column has exactly this name and the user
-            names none for it; this is not checked if only images are read.
+            and would be ignored, because no column has exactly this name (for labels
+            also fine_label or labels) and the user names none for it; this is not
+            checked if only images are read.
     """
     present, names = list(columns), options.columns
     for ours, theirs in names.items():
@@ -370,11 +376,12 @@ def read_table(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
     """Read a .csv, .tsv or .jsonl file with one image a row.
 
     The columns are path (or image) and, where present, id, label, split and eval_label.
-    A path is relative to ``options.image_folder``, or to the folder of the table if
-    that is None. A row without an id is called row-NUMBER, from 0. A row with an empty
-    label is unlabeled. The split is train or test; val, valid and validation count as
-    test, and an empty value as train. The column eval_label holds true classes, which
-    only evaluation reads.
+    If there are both, path is read, unless the user names a column of images. A path is
+    relative to ``options.image_folder``, or to the folder of the table if that is None.
+    A row without an id is called row-NUMBER, from 0. A row with an empty label is
+    unlabeled. The split is train or test; val, valid and validation count as test, and
+    an empty value as train. The column eval_label holds true classes, which only
+    evaluation reads.
 
     Args:
         path: Local path or URI of the table.
@@ -383,8 +390,9 @@ def read_table(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
             not read, and a row may have no path.
 
     Raises:
-        ConfigError: The file is no such table or has no rows, a value cannot be used, a
-            row has no path, or none of its images is there (which is not checked in
+        ConfigError: The file is no such table, lacks a column or has no rows, a value
+            cannot be used, two ids are equal, a row has no path (without
+            ``images_only``), or none of its images is there (which is not checked in
             remote storage).
     """
     root, _ = filesystem.split(path)
@@ -413,8 +421,8 @@ def rows_of_table(
 
     Raises:
         ConfigError: The table lacks a column or has no rows, a label, split or path
-            cannot be used, or none of its images is there (which is not checked in
-            remote storage).
+            cannot be used, two ids are equal, or none of its images is there (which is
+            not checked in remote storage).
     """
     columns, names = table.columns, options.columns
     check_names(path, columns, options)
@@ -523,8 +531,10 @@ def note_of_no_label(
         names: Standard name of a column, such as "label" -> its name in the table.
 
     Returns:
-        A tuple of one line that suggests a column, or the placeholder NAME if several
-        could be meant. Empty if no column can be the labels.
+        A tuple of one line that suggests a column: the first one with a usual name for
+        labels, such as "class"; else the only one that is not used for something else;
+        else the placeholder NAME. An empty tuple if all columns are used for something
+        else.
     """
     ours = {"path", "image", "img", "id", "split", "eval_label", "text", "embedding"}
     others = [

@@ -49,7 +49,8 @@ class TarImages(Images):
 
     Attributes:
         shards: Path or URI of each shard.
-        shard_times: When each shard was last changed, ns since 1970, int64 (shards,).
+        shard_times: When each shard was last changed, ns since 1970, -1 if that is not
+            known, int64 (shards,).
         shard: The position in ``shards`` of each image's shard, int32 (N,).
         offset: Position of the first byte of each image in its shard, int64 (N,).
         size: Size of each image in bytes, int64 (N,). It is 0 for members that are
@@ -95,8 +96,8 @@ class TarImages(Images):
 
         Returns:
             The number of the span that each image begins in, counted over all shards,
-            int64 (n,). A span has :data:`SPAN_BYTES`. None if the shards are local,
-            where each image is read by itself, or if there are none.
+            int64 (n,). A span has :data:`SPAN_BYTES` (8 MiB). None if the shards are
+            local, which counts as reading each image by itself, or if there are none.
         """
         return self._pieces[rows] if self.shards and is_uri(self.shards[0]) else None
 
@@ -134,14 +135,15 @@ class TarImages(Images):
         """Return the object with which another process reads these images.
 
         It is this object itself, which has the paths of the shards and no open file.
+        The shards must be at these paths on the node of that process, too.
         """
         return self
 
     @cached_property
     def _pieces(self) -> np.ndarray:
-        """The span of a shard that each image begins in, int64 (N,).
+        """The number of the span that each image begins in, int64 (N,).
 
-        Every shard is divided into spans of :data:`SPAN_BYTES` bytes. The spans in
+        Every shard is divided into spans of :data:`SPAN_BYTES` (8 MiB). The spans in
         which an image begins are numbered over all shards, from 0.
         """
         places = np.stack([self.shard, self.offset // SPAN_BYTES])
@@ -171,7 +173,8 @@ def read_tar(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
     Args:
         path: A path or URI of a folder or a file, or a pattern with ``*``,
             ``{000..009}`` or ``{a,b}``.
-        options: How the source is read. With ``images_only`` labels are not read.
+        options: How the source is read. With ``images_only`` labels are not read, and
+            splits are those of the shards all the same.
 
     Returns:
         The rows, one shard after the other. Notes name the truncated shards, of which
@@ -179,8 +182,8 @@ def read_tar(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
 
     Raises:
         ConfigError: There is no such file or no image, a file is compressed or no tar
-            file, a label is another value than those above, or it is not clear which
-            image a label belongs to.
+            file, two images of a shard have one key, a label is another value than
+            those above, or it is not clear which image a label belongs to.
     """
     source, shards = f"tar:{path}", find_shards(path, options.follow_links)
     names = [valid_text(shard.relative) for shard in shards]
@@ -228,10 +231,11 @@ def read_tar(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
 
 
 def _decode_labels(texts: Any) -> list[Any]:
-    """Parse labels, each distinct one once.
+    """Parse labels from JSON, each distinct text once.
 
     Args:
-        texts: The labels as JSON or null, an Arrow array (N,).
+        texts: The labels as JSON text, an Arrow array (N,). It is null for an image
+            without a label.
 
     Returns:
         The N labels as Python values, None for null.
@@ -350,8 +354,9 @@ def find_shards(path: str, follow_links: bool) -> list[FileEntry]:
         looked up. A file that is named without ``*`` need not exist.
 
     Raises:
-        ConfigError: A folder has no tar files, a ``*`` matches no file, the pattern
-            names more than :data:`MAX_SHARDS`, or a folder cannot be listed.
+        ConfigError: A folder has no tar files, the pattern names no file or more than
+            :data:`MAX_SHARDS` (a million), a folder cannot be listed, or a link leads
+            out of it and ``follow_links`` is False.
     """
     kind = filesystem.kind(path)
     if kind == "missing":
@@ -375,8 +380,8 @@ def find_shards(path: str, follow_links: bool) -> list[FileEntry]:
 def _match_pattern(pattern: str, follow_links: bool) -> list[FileEntry]:
     """List the tar files that a pattern with ``*`` or braces names, in order.
 
-    A name without ``*`` is not looked up, so that a shard that is missing is an error
-    when it is read.
+    A name without ``*`` is listed even if there is no such file, so that a shard that
+    is missing is an error when it is read.
 
     Args:
         pattern: The pattern, see :func:`find_shards`.
@@ -387,8 +392,9 @@ def _match_pattern(pattern: str, follow_links: bool) -> list[FileEntry]:
         local file that is missing has the size -1.
 
     Raises:
-        ConfigError: No name is left, because no file matches a ``*``; or the pattern
-            names too many files.
+        ConfigError: No name is left, because no file matches a ``*`` or numbers in
+            braces descend; a folder with a ``*`` cannot be listed; or the pattern names
+            more than :data:`MAX_SHARDS` files.
     """
     root_length = re.split(r"[*{]", pattern)[0].rfind("/") + 1
     shards = list[FileEntry]()

@@ -77,11 +77,13 @@ class ShardContent(NamedTuple):
     Attributes:
         images: The N images, an Arrow array of the type :data:`IMAGE`.
         lost_labels: Labels without an image of the same key: key -> name of the member.
+            A JSON file that is no valid label is not counted here.
         left_out: Images that are no row, because they are a field of another row (such
             as ``3.mask.png`` beside ``3.png``): the name of each, and the name of the
             image of that row.
-        ignored: The number of members that are neither an image nor its label, by their
-            suffix.
+        ignored: Suffix in lower case -> the number of members that are neither an image
+            nor a label. Members .cls and .json without an image of their key count
+            here, unless ``lost_labels`` has this key.
         is_cut: Whether the shard ends inside a member.
     """
 
@@ -150,10 +152,12 @@ class _Shard:
         return self._file.read(num)
 
     def members(self) -> Iterator[Member]:
-        """Yield the files and links of the shard in order.
+        """Yield all members of the shard in order, except folders and hidden files.
 
-        Folders and hidden files, such as file managers add, are left out. The last
-        member may be cut off; ``is_cut`` is True then.
+        Links and special entries are yielded, too, with ``is_plain`` False. Hidden
+        files are those that file managers add: their name, or that of a folder above,
+        begins with a dot or is __MACOSX. The last member may be cut off; ``is_cut`` is
+        True then.
 
         Raises:
             ConfigError: The shard is compressed, is no tar file, or is damaged.
@@ -231,11 +235,12 @@ class _Shard:
         """Read the label in a member KEY.cls or KEY.json.
 
         Returns:
-            The label: the text of KEY.cls without spaces around it, or the value of the
-            first of :data:`LABEL_KEYS` that KEY.json has. None if a JSON file has none
-            of them. Or the ConfigError that says why the label cannot be read. The
-            error is not raised here, because most JSON files that are no label have no
-            image either.
+            The label: the text of KEY.cls without spaces around it, which may be '', or
+            the value of the first of the keys "label", "cls" and "class" that KEY.json
+            has, of any JSON type. None if a JSON file has none of them. Or the
+            ConfigError that says why the label cannot be read. This error is returned
+            and not raised, because most JSON files that are no label have no image
+            either.
         """
         where, kind = f"{self.path}: {shown(member.name)}", KINDS[member.suffix]
         if not member.is_plain:
@@ -261,8 +266,10 @@ class _Shard:
 def index_shards(shards: Sequence[FileEntry], images_only: bool) -> list[ShardContent]:
     """Return what shards hold, from the cache directory or by scanning them.
 
-    What is found by scanning is written to the cache directory. Up to :data:`THREADS`
-    shards are scanned at the same time.
+    What is found by scanning is written to the cache directory, except for a shard of
+    unknown size or time, or one that was written less than 2 s ago. If the cache cannot
+    be read or written, a warning is logged. Up to :data:`THREADS` (16) shards are
+    scanned at the same time.
 
     Args:
         shards: The shards.
@@ -282,9 +289,10 @@ def index_shards(shards: Sequence[FileEntry], images_only: bool) -> list[ShardCo
 def _index_shard(shard: FileEntry, images_only: bool) -> ShardContent:
     """Return what a shard holds, from the cache directory or by scanning it.
 
-    The result of a scan is written to the cache directory. This is not done for a shard
-    whose size or time is not known, or that was written less than 2 s ago: if such a
-    shard changes again in the same tick of the clock, it may keep its size and time.
+    The result of a scan is written to the cache directory. The cache is neither read
+    nor written for a shard whose size or time is not known, or that was written less
+    than 2 s ago: if such a shard changes again in the same tick of the clock, it may
+    keep its size and time.
 
     Args:
         shard: The shard.
@@ -313,7 +321,7 @@ def _read_content(path: str) -> ShardContent | None:
 
     Returns:
         The content. None if there is no such file; or if it is damaged or cannot be
-        read, in which case a warning is logged.
+        read, in which case a warning is logged, once in a process for equal texts.
     """
     try:
         data = Storage(user_cache()).find(path)
@@ -331,7 +339,8 @@ def _read_content(path: str) -> ShardContent | None:
 def _write_content(path: str, content: ShardContent) -> None:
     """Write the content of a shard to the cache directory.
 
-    If the directory cannot be written, a warning is logged, and no error is raised.
+    If the directory cannot be written, a warning is logged, once in a process, and no
+    error is raised.
 
     Args:
         path: Path below the cache directory.

@@ -58,16 +58,17 @@ def read_text_table(path: str) -> TextTable:
 def read_csv(path: str) -> TextTable:
     """Read a CSV file whose first line names the columns.
 
-    Spaces after a separator and around names are ignored, and so are blank lines. Of
-    comma, semicolon, tab and ``|``, the separator is the first one that gives the first
-    line the most columns. A note says so if it is not the comma.
+    Spaces after a separator and around names of columns are ignored, and so are empty
+    lines. Of comma, semicolon, tab and ``|``, the separator is the first one that gives
+    the first line the most columns. A note names it if it is not the comma.
 
     Args:
         path: Local path or URI of the file.
 
     Returns:
         The table. All values are text; an empty cell is "". A row with fewer values
-        than the first line has None in the last columns. An empty file gives no columns
+        than the first line has None in the last columns. A column without a name is
+        called ""; of several ones only the last is kept. An empty file gives no columns
         and no rows.
 
     Raises:
@@ -166,7 +167,10 @@ def _separator_of(header: str) -> str:
     """
 
     def num_columns(separator: str) -> int:
-        """Return the number of columns of the first line, 0 if it is not valid CSV."""
+        """Return the number of columns of the first line, 0 if that is no valid CSV.
+
+        The number is 0 for an empty line, too.
+        """
         try:
             return len(next(csv.reader([header], delimiter=separator), []))
         except csv.Error:  # reading the whole file raises it again
@@ -182,8 +186,8 @@ def _read_text(path: str) -> str:
 
     Raises:
         ConfigError: The file cannot be read, has more than ``MAX_TABLE_BYTES`` bytes or
-            ``MAX_ROWS`` lines, is not text in this encoding, or has a zero character
-            near its beginning.
+            ``MAX_ROWS`` line ends, is not text in this encoding, or has a zero
+            character among its first 1000.
     """
     data = filesystem.read_whole(path, MAX_TABLE_BYTES)
     encoding = next(

@@ -54,7 +54,7 @@ def check_bad(
 
     Raises:
         ConfigError: More than ``max_fraction`` of the rows are unreadable. The list is
-            written before.
+            written before. The message names the first unreadable image.
         StorageError: The list cannot be written.
     """
     if not isinstance(reasons, Mapping):
@@ -94,17 +94,20 @@ def name_bad(entry: Mapping[str, Any]) -> str:
 
 
 class BadRows:
-    """The rows of a task whose images could not be read during training.
+    """The rows of a task whose images could not be read in training or evaluation.
 
     Each worker adds the rows that it could not read. After :meth:`sync` every worker
     has those of all workers. The rows that the run had listed in :data:`BAD_SAMPLES`
-    before it was resumed are included.
+    before it was resumed are included: the list is read when an object is made.
 
     Args:
         ids: The ids of the N rows of the task, an Arrow array.
         images: The images of the N rows.
         max_fraction: The largest share of the N rows that may be unreadable, 0 to 1.
         storage: The run directory, in which the rows are listed.
+
+    Raises:
+        StorageError: A list of the run exists and cannot be read.
     """
 
     def __init__(

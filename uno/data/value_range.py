@@ -18,17 +18,23 @@ PERCENTILES = (0.1, 99.9)
 def choose_value_range(rows: Rows) -> tuple[Range, str] | None:
     """Choose the range of stored values of a data set, by a sample of its images.
 
-    The sample, up to 64 images, is decoded at the first use and kept in ``rows``.
+    A sample of up to 64 images is decoded at the first use and kept in ``rows``. Only
+    its gray images of more than 8 bits count.
 
     Args:
         rows: The rows.
 
     Returns:
         Two values. The first is the pair (low, high) of the stored values that become
-        black and white, the :data:`PERCENTILES` of the sampled values, rounded to 6
-        digits; high is low + 1 if they are equal. The second is a text that says how
-        they were chosen. A single None if no readable image of the sample has more than
-        8 bits.
+        black and white: the percentiles 0.1 and 99.9 of the sampled finite values,
+        rounded to 6 significant digits; high is low + 1 if they are equal. The second
+        is a text that says how they were chosen. A single None if no readable image of
+        the sample is gray with more than 8 bits and has finite values, as in a source
+        of vectors.
+
+    Raises:
+        ConfigError: A file that holds many images cannot be read.
+        StorageError: An image's file cannot be read now, but perhaps later.
     """
     facts = rows.image_sample.readable
     samples = [one.deep_values for one in facts if one.deep_values is not None]

@@ -89,8 +89,9 @@ def _small_stem(width: int, stem: str) -> nn.Conv2d:
 def _stage(inputs: int, outputs: int, blocks: int, stride: int) -> nn.Sequential:
     """Build a stage of residual blocks (He et al. 2016).
 
-    The shortcut of the first block is a 1x1 convolution with batch normalization if the
-    stride or the number of channels changes. All other shortcuts are the identity.
+    The shortcut of the first block is a 1x1 convolution with batch normalization, or
+    the identity if its stride is 1 and the number of channels stays the same. All other
+    shortcuts are the identity.
 
     Args:
         inputs: The number of channels of the input.
@@ -144,7 +145,8 @@ class Vectors(nn.Module):
         """Return the vectors (B, D) unchanged.
 
         Raises:
-            ConfigError: The input are images, or vectors of another length.
+            ConfigError: The input does not have the shape (B, D), because it consists
+                of images or of vectors of another length.
         """
         if vectors.shape[1:] != (self.num_features,):
             kind = f"vectors of {vectors.shape[1]}" if vectors.ndim == 2 else "images"
@@ -170,8 +172,8 @@ def build_encoder(config: ModelConfig) -> nn.Module:
     Raises:
         ConfigError: The encoder does not exist, its package is missing, a description
             that it needs cannot be downloaded, a model of torchvision does not end in a
-            linear classifier, or a callable of the user returns something else than an
-            encoder.
+            linear classifier, or a callable of the user cannot be imported or returns
+            something else than an encoder, which is run on a black image to see that.
     """
     if config.encoder == "resnet_small":
         return SmallResNet(
@@ -207,9 +209,10 @@ def _library_encoder(name: str) -> nn.Module:
         random weights, unless the user's function loads some.
 
     Raises:
-        ConfigError: The encoder does not exist, its package is missing, a model of
+        ConfigError: The encoder does not exist, its package is missing, the description
+            of an encoder of the Hugging Face Hub cannot be downloaded, a model of
             torchvision does not end in a linear classifier, or the user's function
-            returns something else than an encoder.
+            cannot be imported or returns something else than an encoder.
     """
     library, _, model_name = name.partition(":")
     encoder: Any
@@ -242,7 +245,9 @@ def run_on_black_image(name: str, encoder: nn.Module, side: int) -> Tensor:
         (1, D).
 
     Raises:
-        ConfigError: The encoder fails on the image, or does not return a vector.
+        ConfigError: The encoder raises a RuntimeError, AssertionError, TypeError or
+            ValueError, as it also does if its output cannot be turned into a vector
+            (:func:`_pool_output`). Other errors are raised as they are.
     """
     try:
         # In inference_mode a tensor that a module caches could not be used in training.
@@ -303,9 +308,10 @@ def describe_timm(model_name: str) -> tuple[str, dict[str, Any]]:
             whose ``config.json`` is downloaded if the local cache lacks it.
 
     Returns:
-        timm's name of the encoder, which may have the name of weights after a dot; and
-        the fields of timm's ``pretrained_cfg``, such as ``input_size`` and ``mean``,
-        which are {} for a name that timm does not know.
+        timm's name of the encoder, which for a repository is that in its
+        ``config.json`` and otherwise ``model_name`` itself, and may have the name of
+        weights after a dot; and the fields of timm's ``pretrained_cfg``, such as
+        ``input_size`` and ``mean``, which are {} for a name that timm does not know.
 
     Raises:
         ConfigError: The repository cannot be reached, or does not describe an encoder
@@ -431,8 +437,10 @@ def require_encoder(name: str, foreign: str | None = None) -> None:
             run code of its own. None if the origin is known.
 
     Raises:
-        ConfigError: The package is missing, no encoder has that name, the user's
-            callable cannot be imported or called, or its code lies in ``foreign``.
+        ConfigError: timm is needed and not installed, no encoder has that name, the
+            description of an encoder of the Hugging Face Hub cannot be downloaded, the
+            user's callable cannot be imported or is not callable, or its code lies in
+            ``foreign``.
     """
     library, _, model_name = name.partition(":")
     if library in ("torchvision", "timm"):
@@ -446,8 +454,9 @@ def require_encoder(name: str, foreign: str | None = None) -> None:
 def is_own_code(name: str) -> bool:
     """Return whether ``model.encoder`` names a function of the user's own.
 
-    It does if the name is not one of :data:`uno.config.OWN_ENCODERS` and does not begin
-    with ``torchvision:``, ``timm:`` or ``vectors:``. Nothing is imported.
+    It does if the name is not one of :data:`uno.config.OWN_ENCODERS`, and the part
+    before the first colon, or the whole name without one, is not ``torchvision``,
+    ``timm`` or ``vectors``. Nothing is imported.
     """
     library = name.partition(":")[0]
     return name not in OWN_ENCODERS and library not in ("torchvision", "timm", VECTORS)
@@ -460,7 +469,7 @@ def _import_callable(name: str) -> Callable[[], Any]:
         name: ``package.module:NAME``.
 
     Raises:
-        ConfigError: It cannot be imported, or cannot be called.
+        ConfigError: The object cannot be imported, or is not callable.
     """
     build = import_object("model.encoder", name)
     if not callable(build):
@@ -507,11 +516,12 @@ def code_of(name: str, encoder: nn.Module | None = None) -> dict[str, dict[str, 
         encoder: The encoder; it is built if this is None.
 
     Returns:
-        Two mappings: ``code`` gives the SHA-256 of the file of each module that defines
-        the encoder or one of its layers, except for modules of torch; ``packages``
-        gives the version of each of their packages, torch included, or "" if it is not
-        known. A file that cannot be read is left out. The result is {} for any encoder
-        that is not a callable of the user.
+        Two mappings. ``code`` gives, by the name of the Python module in ``name`` and
+        of each module that defines a class of the encoder's layers, the SHA-256 of its
+        file as hex digits; modules of torch and files that cannot be read are left out.
+        ``packages`` gives the version of each top-level package of these modules, torch
+        included, or "" if it is not known. The result is {}, without these two keys,
+        for any encoder that is not a callable of the user.
 
     Raises:
         ConfigError: ``encoder`` is None, and the encoder cannot be built.
@@ -535,16 +545,17 @@ def code_of(name: str, encoder: nn.Module | None = None) -> dict[str, dict[str, 
 
 
 def changed_code(name: str, then: Any, now: Any) -> str:
-    """Return a sentence that says which modules of an encoder have changed.
+    """Return a sentence that says which modules of an encoder's code have changed.
 
     Args:
         name: The name of the encoder.
-        then: The ``code`` of :func:`code_of` when the run began.
+        then: The mapping ``code`` in the result of :func:`code_of` when the run began;
+            anything but a dict if it is not known.
         now: The same, now.
 
     Returns:
-        The sentence, without a full stop; "" if nothing has changed or either is not
-        known.
+        The sentence, without a full stop, with the names of the modules that were
+        changed, added or removed; "" if there are none or either mapping is not known.
     """
     if then == now or not isinstance(then, dict) or not isinstance(now, dict):
         return ""
@@ -619,8 +630,8 @@ def frozen_parts(
 
     Returns:
         The dotted names of frozen submodules ("" means the whole encoder), and frozen
-        parameters that are in none of these modules, such as a class token. Nothing is
-        changed here.
+        parameters that are in none of these modules, such as a class token. What comes
+        after the last stage is not frozen. Nothing is changed here.
 
     Raises:
         ConfigError: ``last_stage``, and the encoder has no stages or blocks.

@@ -56,7 +56,8 @@ def runtime_precision(config: Config, device: torch.device) -> Precision | None:
         whatever the configuration says.
 
     Raises:
-        ConfigError: The configuration asks for OpenVINO, which is not installed.
+        ConfigError: The configuration asks for OpenVINO, which is not installed. This
+            is checked on GPUs, too.
     """
     require_runtime(config)
     if device.type != "cpu" or config.compute.encoder_runtime != OPENVINO:
@@ -71,7 +72,8 @@ def require_runtime(config: Config) -> None:
         config: The configuration of the run.
 
     Raises:
-        ConfigError: OpenVINO is not installed.
+        ConfigError: ``compute.encoder_runtime`` is "openvino", and the package is not
+            installed.
     """
     if config.compute.encoder_runtime == OPENVINO and find_spec(OPENVINO) is None:
         raise ConfigError(
@@ -104,9 +106,10 @@ class Runtime(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Compute the features of images, without gradients.
 
-        The program is built at the first call, for the size S of its images, and its
-        features are compared with those of PyTorch once. Images of another size are
-        computed by PyTorch. Several threads may call this.
+        The OpenVINO program is built at the first call, for the size S of its images,
+        and its features are compared with those of PyTorch once. In later calls the
+        features of images of another size are computed by PyTorch, in the same
+        precision. Several threads may call this.
 
         Args:
             images: Normalized images float32 (B, 3, S, S).
@@ -126,16 +129,18 @@ class Runtime(nn.Module):
         return self._run(self._program if has_size else in_torch, images)
 
     def _build(self, images: Tensor) -> Program:
-        """Build the program, and compare its features with those of PyTorch.
+        """Build the OpenVINO program, and compare its features with those of PyTorch.
 
         The features of ``COMPARED_IMAGES`` images are compared with those of PyTorch in
-        float32. If there are fewer images, they are repeated.
+        float32. If there are fewer images, they are repeated. The largest accepted
+        difference is ``TOLERANCE`` of the length of a row's features. With bfloat16 it
+        is ``OF_BF16`` times the difference of PyTorch's own bfloat16, if that is more.
 
         Args:
             images: The first images, float32 (B, 3, S, S).
 
         Raises:
-            ConfigError: OpenVINO cannot compute the encoder, or gives other features.
+            ConfigError: OpenVINO cannot compute the encoder, or a difference is larger.
         """
         bf16 = self.precision == "bf16"
         images = images.detach()[torch.arange(COMPARED_IMAGES) % len(images)]
@@ -169,8 +174,8 @@ class Runtime(nn.Module):
         The last batch is filled up with zeros, and their features are dropped.
 
         Args:
-            program: Computes the features of a batch.
-            images: float32 (B, 3, S, S).
+            program: Computes the features of a batch, by OpenVINO or PyTorch.
+            images: float32 (B, 3, S, S), with any B >= 1.
 
         Returns:
             float32 (B, D).
@@ -181,14 +186,14 @@ class Runtime(nn.Module):
 
 
 def _difference(features: Tensor, expected: Tensor) -> Tensor:
-    """Return the distance of features to the expected ones, relative to their length.
+    """Return the relative Euclidean distance of features to the expected ones.
 
     Args:
         features: (B, D).
         expected: (B, D).
 
     Returns:
-        (B,).
+        The distance for each row, divided by the length of the expected features, (B,).
     """
     return (features - expected).norm(dim=1) / expected.norm(dim=1)
 
@@ -213,12 +218,13 @@ def compile_encoder(
 
     Args:
         encoder: The encoder.
-        images: Example images (B, 3, S, S), which give the size.
+        images: Example images (B, 3, S, S), B >= 1, which give the size S.
         threads: The number of threads that call the program.
-        bf16: Whether to compute in bfloat16.
+        bf16: Whether to compute in bfloat16, otherwise in float32.
 
     Returns:
-        The program, see :data:`Program`.
+        A function that maps exactly :data:`BATCH_SIZE` images, float32 on the CPU, to
+        features (:data:`BATCH_SIZE`, D). Errors of OpenVINO are raised as they are.
     """
     import openvino
 
@@ -241,7 +247,10 @@ def compile_encoder(
     of_thread = threading.local()
 
     def program(images: Tensor) -> Tensor:
-        """Return the features of a batch, by one inference request for each thread."""
+        """Return the features of a batch of ``BATCH_SIZE`` images, as a new tensor.
+
+        Each calling thread has its own inference request of OpenVINO, which is kept.
+        """
         if not hasattr(of_thread, "request"):
             of_thread.request = compiled.create_infer_request()
         return torch.from_numpy(of_thread.request.infer([images.numpy()])[0].copy())

@@ -73,9 +73,10 @@ class Description(NamedTuple):
 
         Returns:
             Values by dotted key: ``augment.large.size`` and ``data.stored_size`` (sides
-            in pixels; the second is the first divided by ``crop_share``, at most 1024),
-            ``data.mean``, ``data.std`` (tuples) and ``data.interpolation`` ("bicubic",
-            or "bilinear" for any other). Unknown values are left out.
+            in pixels; the second is the first divided by ``crop_share``, rounded down,
+            at most 1024), ``data.mean``, ``data.std`` (tuples) and
+            ``data.interpolation`` ("bicubic", or "bilinear" for any other). Unknown
+            values are left out.
         """
         size = size or self.size
         store = size and min(int(size / self.crop_share + 1e-6), 1024)
@@ -104,7 +105,8 @@ def describe_encoder(name: str) -> Description:
             "package.module:NAME" for the user's own callable, or "vectors:D".
 
     Returns:
-        The description, without any value for the small ResNet and for vectors.
+        The description. All of its values are the defaults, which mean that nothing is
+        known, for the small ResNet ("resnet_small") and for vectors.
 
     Raises:
         ConfigError: There is no such encoder, its package is missing, its description
@@ -190,10 +192,11 @@ def _describe_callable(name: str) -> Description:
 
     These are timm's ``pretrained_cfg``, or else ``image_size``, ``mean``, ``std`` and
     ``interpolation``, each of which may be missing. The result is kept for later calls.
-    PyTorch's random state is not changed.
+    PyTorch's random state on the CPU is not changed.
 
     Raises:
-        ConfigError: The callable cannot be imported, or does not build an encoder.
+        ConfigError: The callable cannot be imported, or does not build an encoder that
+            accepts a black image.
     """
     with torch.random.fork_rng(devices=[]):
         encoder: Any = build_encoder(ModelConfig(encoder=name))
@@ -214,8 +217,8 @@ def _describe_callable(name: str) -> Description:
 def check_encoder(config: Config, tensors: Mapping[str, Tensor] | None = None) -> None:
     """Build the encoder of a run, and run it on an image of each size of its views.
 
-    The sizes are those of the large and small views and of the evaluation view. The
-    encoder is dropped afterwards.
+    The sizes are those of the large and small views, as far as a run has such views,
+    and of the evaluation view. The images are black. The encoder is dropped afterwards.
 
     Args:
         config: The configuration of the run.
@@ -243,8 +246,9 @@ def is_file(source: str | None) -> bool:
     """Return whether ``model.weights`` names a file of weights, and not a run.
 
     Args:
-        source: The value of ``model.weights``. The result is False for None, for
-            ``pretrained``, and for a name that ends in none of :data:`SUFFIXES`.
+        source: The value of ``model.weights``. The result is True if its name ends in
+            one of :data:`SUFFIXES`; the file need not exist. It is False for any other
+            name, for ``pretrained`` and for None.
     """
     return source is not None and split(source)[1].endswith(SUFFIXES)
 
@@ -253,15 +257,17 @@ def read_weights(source: str, storage: Storage | None = None) -> dict[str, Tenso
     """Read the weights of an encoder, without executing anything in a file.
 
     Args:
-        source: A path or URI of a file, or ``pretrained``.
-        storage: The directory of the run, which holds the file of ``pretrained``. It
-            may be None if ``source`` is a file.
+        source: A path or URI of a file, or ``pretrained`` for the copy of the library's
+            weights that the run keeps as :data:`PRETRAINED_FILE`.
+        storage: The directory of the run, from which that copy is read. It may be None
+            if ``source`` is a file.
 
     Returns:
-        Tensors by name, on the CPU.
+        Tensors by name, on the CPU. Prefixes and classifiers are still there.
 
     Raises:
-        StorageError: The file cannot be read, or does not hold tensors by name.
+        StorageError: The file does not exist, cannot be read, is damaged, does not hold
+            tensors by name, or could only be loaded by running code.
     """
     if source == PRETRAINED:
         assert storage is not None
@@ -404,8 +410,9 @@ def fetch_pretrained(name: str) -> bytes:
         The content of the file. It has no tensors if rows are vectors.
 
     Raises:
-        ConfigError: There is no such encoder, no library has weights for it, or they
-            cannot be downloaded.
+        ConfigError: There is no such encoder, timm is needed and not installed, no
+            library has weights for the encoder, as for "resnet_small" and the user's
+            own callable, or they cannot be downloaded.
     """
     library, _, model_name = name.partition(":")
     if library == VECTORS:

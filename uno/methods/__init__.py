@@ -57,7 +57,7 @@ class Method:
     """A discovery method: its loss, its novel head, and how it starts.
 
     A method is a subclass. An instance without arguments is the ``METHOD`` of its
-    module. Only :meth:`loss` must be written.
+    module. Only :attr:`name` and :meth:`loss` must be defined.
 
     Attributes:
         name: An identifier. The section of the method in the configuration has this
@@ -65,8 +65,9 @@ class Method:
         constants: The constants of the method, a subclass of
             :class:`uno.config.Section`, as options ``--NAME.FIELD``. A loss reads them
             as ``config.method_options``. None if the method has none.
-        constants_of_preset: By preset the values of that section, if the authors'
-            constants depend on the data.
+        constants_of_preset: For the name of a preset the constants that the authors use
+            on its data, by the names of the fields. Constants that are not in it keep
+            their defaults.
         supports_gcd: Whether the method can be used if the unlabeled set also holds
             known classes.
         trains: False if :meth:`initialize` does all the work on features of a frozen
@@ -113,7 +114,8 @@ class Method:
 
         Args:
             num_novel: The number of novel classes K.
-            num_features: The number of features D.
+            num_features: The number of features D that the head takes: those of the
+                adapter if the method has one, otherwise those of the encoder.
             is_frozen: Whether the encoder is frozen.
 
         Returns:
@@ -131,7 +133,7 @@ class Method:
         module, and returns None.
 
         Args:
-            num_features: The number of features D.
+            num_features: The number of features D of the encoder.
 
         Returns:
             A module that maps features (N, D) to (N, W) and has an attribute ``width``,
@@ -144,7 +146,8 @@ class Method:
     ) -> dict[str, Tensor]:
         """Initialize the model in place before the first step, on every worker.
 
-        The base class changes nothing, and returns an empty mapping.
+        It is not called if discovery resumes from a checkpoint. The base class changes
+        nothing, and returns an empty mapping.
 
         Args:
             config: The configuration of the run.
@@ -322,11 +325,13 @@ def section_model(name: str) -> type[Section] | None:
 def default_settings(method: str, preset: str) -> dict[str, Any]:
     """Return the settings that choosing a method adds to a preset, by dotted key.
 
-    They are the name of the method under "method", and the constants that its authors
-    use on the data of the preset. With the presets "photos" and "vectors", a method
-    without UNO's projection heads also resets what belongs to them:
-    "model.prototype_init" to "random" and "objective.class_prior" to None. A method
-    that does not train gets 0 epochs of discovery and 0 cached views.
+    They are the name of the method under "method", and the values that
+    :attr:`Method.constants_of_preset` has for the preset, if any; other constants keep
+    their defaults. With the presets "photos" and "vectors", a method without UNO's
+    projection heads also resets what belongs to them: "model.prototype_init" to
+    "random" and "objective.class_prior" to None. A method that does not train gets 0
+    epochs of discovery ("discover.epochs") and 0 cached views
+    ("augment.num_cached_views").
 
     Args:
         method: A key of :data:`METHODS`, or ``package.module:METHOD``.

@@ -34,7 +34,10 @@ class SpaceAdapter(nn.Module):
     """
 
     def __init__(self, num_features: int) -> None:
-        """Create a map that keeps the first coordinates of a feature.
+        """Create a map that keeps the first coordinates of a feature of length one.
+
+        This is the map before the clusters are known: the mean is zero, and the
+        directions are the first axes.
 
         Args:
             num_features: The number of features. If it exceeds ``MAX_DIRECTIONS``, only
@@ -127,7 +130,11 @@ class ClusteringMethod(Method):
             )
 
         def compute() -> dict[str, Tensor]:
-            """Cluster the features, and return space, prototypes and so on by name."""
+            """Cluster the features, and return the result as tensors by name.
+
+            They are "mean" and "directions" of the space, "prototypes", "agreement" and
+            "similar".
+            """
             result = discover_clusters(
                 labeled, labels, unlabeled, num_novel, gcd, config.seed
             )

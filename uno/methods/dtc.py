@@ -167,7 +167,8 @@ class Dtc(Method):
 
         Args:
             state: The state of training, with the model, q and p. q and p are updated.
-            batch: The views of this worker's rows, labeled rows first.
+            batch: The views of this worker's rows, labeled rows first, with the numbers
+                of the unlabeled rows (``rows``).
             config: The configuration of the run.
 
         Returns:
@@ -208,7 +209,8 @@ class Dtc(Method):
 
         Args:
             config: The configuration of the run.
-            model: The network. Its heads are changed, and it is left in training mode.
+            model: The network. Its novel head is changed, and with a frozen encoder its
+                known head, too. It is left in training mode.
             train: The training data, in memory.
 
         Returns:

@@ -137,7 +137,7 @@ def rkd_loss(
     temperature: float,
     distillation_temperature: float,
 ) -> Tensor:
-    """Return the weighted cross-entropy of the known head with that of a teacher.
+    """Return the weighted cross-entropy of the known head with a teacher's outputs.
 
     This is rKD (Gu et al., ICCV 2023) on unlabeled rows. The teacher's softmax over the
     known classes is the target. The weight of a row is the probability of all known

@@ -47,7 +47,8 @@ class Kcl(pairs.PairMethod):
         Returns:
             A scalar, the mean over pairs with the unlabeled rows of all workers, and
             over both orders of the two views. In each order the network decides anew
-            which rows are similar, and the second view gets no gradient.
+            which rows are similar, and the view that comes second is the target,
+            without gradient. So each view gets a gradient in one of the two orders.
         """
         similar = pairs.similar_pairs(similarity, features)
         similar_back = pairs.similar_pairs(similarity, features.flip(0))

@@ -85,9 +85,10 @@ class Ncl(rs.ContrastMethod):
         with the weight 0.1, from the first step on. That of unlabeled rows is
         :func:`neighbor_loss` with the weight 1, which begins at the share ``START`` of
         the phase, once the memory of unlabeled features is full. From ``HARD_START`` on
-        it has hard negatives, once the memory of labeled features is full, too. After
-        the losses are computed, the view 0 of all workers' rows is put into the
-        memories. All features are those after the novel head's layer, if it has one.
+        it has hard negatives, once the memory of labeled features is full, too. In both
+        contrastive losses only view 0 gets a gradient. After the losses are computed,
+        the view 0 of all workers' rows is put into the memories. All features are those
+        after the novel head's layer, if it has one.
 
         Args:
             state: The state of training, with the model and the memories. The memories
@@ -227,8 +228,8 @@ def _draw_hard_negatives(state: TrainState, query: Tensor, num_novel: int) -> Te
 
     A hard negative is a feature from the memory of unlabeled rows that is unlike the
     row, mixed with a random feature from the memory of labeled rows. Each unlike
-    feature is mixed five times. The draw is seeded by the step alone, and is the same
-    for any number of workers.
+    feature is mixed with five random features, each time in two proportions. The draw
+    is seeded by the step alone, and is the same for any number of workers.
 
     Args:
         state: The state of training, with both memories, which are not changed.

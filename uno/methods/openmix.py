@@ -62,7 +62,7 @@ class OpenMix(Method):
         squared error of the probabilities of all C classes for this mixture with the
         targets of :func:`mixed_targets` is summed over classes. Its mean is over all
         rows, but the error of an unlabeled row without a clear class counts as 0. The
-        weight of this error rises over the phase.
+        weight of this error rises to 1 within the first share ``rampup`` of the phase.
 
         Args:
             state: The state of training, with the model.
@@ -125,7 +125,7 @@ class OpenMix(Method):
         labeled, labels, unlabeled = training_features(config, model, train)
 
         def compute() -> dict[str, Tensor]:
-            """Return the centers of the k-means clusters of unlabeled rows."""
+            """Return "centers", those of the k-means clusters of unlabeled rows."""
             clusters = cluster_features(
                 unlabeled, labeled, labels, train.num_novel, "ncd", config.seed
             )
@@ -175,6 +175,7 @@ def mixed_targets(
     The target of a row is ``share`` times its own target plus 1 - ``share`` times the
     target of its partner. The target of a labeled row is its label, and the target of
     an unlabeled row is the novel head's probabilities, which are zero at known classes.
+    All workers call this.
 
     Args:
         labels: Classes of the labeled rows, int64 (B_l,).

@@ -191,6 +191,8 @@ def similarity_loss(
 def similar_pairs(similarity: PairSimilarity, features: Tensor) -> Tensor:
     """Return which pairs of unlabeled rows are of one class by the similarity network.
 
+    All workers call this. There is no gradient.
+
     Args:
         similarity: The similarity network.
         features: Features of this worker's unlabeled rows in both views, (2, B_u, D).

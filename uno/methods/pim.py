@@ -134,7 +134,7 @@ def fit_classifier(
             without labels from the centers of plain k-means is made for each value in
             ``WEIGHTS``. The value whose fit puts most labeled rows right, under the
             best one-to-one matching of clusters and classes, is taken for the final
-            fit.
+            fit; of equally good values, the smallest.
         steps: The number of steps of Adam, for each fit.
 
     Returns:
@@ -197,7 +197,8 @@ def minimize_objective(
         steps: The number of steps.
         supervised: Whether the cross-entropy of labeled rows is part of the objective.
         num_masked: If it is not 0, unlabeled rows belong to none of the first
-            ``num_masked`` classes.
+            ``num_masked`` classes, and the objective has a term that says so, see
+            :func:`pim_objective`.
 
     Returns:
         The final weights, (C, D).

@@ -146,7 +146,8 @@ def rank_loss(
         state: The state of training, which has the progress of the phase.
         labels: Classes of the labeled rows, int64 (B_l,).
         config: The configuration of the run, with the method's constants.
-        known: Cosines of the known head in two views, (2, B, C), labeled rows first.
+        known: Cosines of the head that learns from labels in two views, (2, B, C),
+            labeled rows first. It is the known head, or the joint head of RS+.
         novel: Cosines of the head that learns from pairs, (2, B, C_u).
         features: Features (2, B, D). View 0 of this worker's unlabeled rows is compared
             with view 0 of the unlabeled rows of all workers, without gradient.
@@ -171,16 +172,17 @@ def loss_of_pairs(
     """Compute the loss of methods that learn from similar pairs of unlabeled rows.
 
     It is the cross-entropy of labeled rows; plus the binary cross-entropy of pairs of
-    unlabeled rows, the first in view 0 and the second in view 1; plus the mean squared
-    difference of the softmax outputs for two views, of both heads and all rows, with a
-    rising weight.
+    unlabeled rows, the first in view 0 and the second in view 1; plus, with a rising
+    weight, the sum over both heads of :func:`consistency_loss`, the mean squared
+    difference of the softmax outputs for two views, of all rows.
 
     Args:
         state: The state of training, which has the progress of the phase.
         labels: Classes of the labeled rows, int64 (B_l,).
         config: The configuration of the run. The constants of its method must be a
             :class:`Consistency`.
-        known: Cosines of the known head in two views, (2, B, C), labeled rows first.
+        known: Cosines of the head that learns from labels in two views, (2, B, C),
+            labeled rows first. It is the known head, or the joint head of RS+.
         novel: Cosines of the head that learns from pairs, (2, B, C_u).
         similar: Which pairs of this worker's B_u unlabeled rows and the M unlabeled
             rows of all workers are similar, bool (B_u, M).

@@ -197,8 +197,8 @@ class SimGcd(Method):
 def build_projection(num_features: int) -> nn.Sequential:
     """Build the projection for the contrastive terms: an MLP of three layers with GELU.
 
-    Weights are drawn from a normal distribution with the standard deviation 0.02, and
-    biases are zero.
+    Both hidden layers have 2,048 units. Weights are drawn from a normal distribution
+    with the standard deviation 0.02, and biases are zero.
 
     Args:
         num_features: The number of features that it maps to 256 outputs.

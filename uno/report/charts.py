@@ -322,16 +322,18 @@ def place_points(
 ) -> tuple[NDArray[np.int64], str] | None:
     """Compute a two-dimensional map of features, by PCA and then t-SNE.
 
-    This uses one thread. Features that are NaN count as 0.
+    The map keeps the ratio of width to height. This uses one thread. Features that are
+    NaN count as 0.
 
     Args:
         features: Features (P, D).
         seed: Seed of PCA and t-SNE.
 
     Returns:
-        Coordinates of the rows, int64 (P, 2), from 0 to ``EXTENT`` (1,000); and a text
-        that says how they were computed. None if there are fewer than ``MIN_POINTS``
-        (10) rows, fewer than two features, or all rows are practically the same.
+        Coordinates (x, y) of the rows, int64 (P, 2), between 0 and ``EXTENT`` (1,000)
+        with a margin of 20; and a text that says how they were computed. None if there
+        are fewer than ``MIN_POINTS`` (10) rows, fewer than two features, or all rows
+        are practically the same.
     """
     from sklearn.decomposition import PCA
     from sklearn.manifold import TSNE

@@ -65,7 +65,7 @@ class RunData:
 
         Lines of ``metrics.jsonl`` without losses of heads, which are those within an
         epoch, are left out. So are lines with a loss that is not a finite number, and
-        lines with another number of heads than the last line has.
+        lines with another number of heads than the last of the others has.
 
         Returns:
             A list for each remaining line, in order, with one loss for each head.
@@ -82,8 +82,9 @@ def read_facts(storage: Storage, metrics: Mapping[str, float] | None = None) -> 
 
     Missing files count as empty. So do files that cannot be read or parsed, but their
     names are recorded in the attribute ``unreadable`` of the result. No error is raised
-    for either. Metrics that are not finite numbers are left out, and lines of metrics
-    with a count that is none.
+    for either. Metrics that are not finite numbers are left out. So are lines of
+    ``metrics.jsonl`` in which the step, the total number of steps, the epoch or the
+    number of skipped steps is there and is not a finite number.
 
     Args:
         storage: The run directory.
@@ -171,7 +172,9 @@ def curves(facts: RunData) -> list[Chart]:
 
 
 def estimate_chart(facts: RunData) -> Chart | None:
-    """Draw how well each number k of novel classes fits, by ``uno estimate-classes``.
+    """Draw how well each number k of novel classes fits, a stored estimate of the run.
+
+    The command ``uno estimate-classes`` stores the estimate in the run directory.
 
     Args:
         facts: The content of the run directory, with the estimate.
@@ -234,8 +237,8 @@ def times(facts: RunData) -> list[tuple[str, str]]:
 def training_seconds(entries: Sequence[dict[str, Any]]) -> float:
     """Sum the wall time of the steps of a phase, without evaluation.
 
-    A line whose step is not above that of all lines before it, or that has no finite
-    numbers, is ignored.
+    A line is ignored if its step is not above that of all lines before it, or if its
+    ``step`` or ``step_ms`` is not a finite number. One that is missing counts as 0.
 
     Args:
         entries: The lines of metrics of the phase. ``step_ms`` is the mean time of the

@@ -30,7 +30,7 @@ class Cluster:
         majority: The most frequent true class of the rows and its share; None if no row
             has a true class.
         like_known: The output of the most similar known class, and the cosine; None if
-            no known class has sampled rows.
+            no known class, or not this class itself, has sampled rows.
         like_novel: The same of the most similar other discovered class.
     """
 
@@ -176,9 +176,10 @@ def class_similarity(features: Tensor, classes: Tensor, num_classes: int) -> Ten
 
     Returns:
         Cosines (C, C) of the class means. Features and class means are scaled to length
-        one, and then the mean of all class means is subtracted. 1 means identical, and
-        0 or less means no more similar than two classes are on average. The diagonal,
-        and the rows and columns of classes without rows, are minus infinity.
+        one, and then the mean of the means of all classes with rows is subtracted,
+        before the cosines are taken. 1 means identical, and 0 or less means no more
+        similar than two classes are on average. The diagonal, and the rows and columns
+        of classes without rows, are minus infinity.
     """
     member = F.one_hot(classes, num_classes).float()  # (N, C)
     has_rows = member.any(dim=0)
@@ -191,16 +192,16 @@ def class_similarity(features: Tensor, classes: Tensor, num_classes: int) -> Ten
 def nearest(
     similarity: NDArray[np.float32], first_output: int = 0
 ) -> tuple[int, float] | None:
-    """Return the class that is most similar to a class.
+    """Return which of some classes is the most similar one to a given class.
 
     Args:
-        similarity: The similarity of each of some consecutive classes; minus infinity
-            for a class to leave out.
+        similarity: The similarity of the given class to each of some consecutive
+            classes; minus infinity for a class to leave out.
         first_output: The index of the first of these classes among the model's outputs.
 
     Returns:
-        Its index among the model's outputs, and its similarity; None if there is no
-        class, or all are left out.
+        The index of the most similar class among the model's outputs, and its
+        similarity; None if there is no class, or all are left out.
     """
     if not np.isfinite(similarity).any():
         return None

@@ -125,7 +125,7 @@ class Album:
         Returns:
             One picture with at most ``NUM_PREVIEWED`` (6) members side by side, the
             most confident first. For rows without pictures, the texts of at most
-            ``NUM_TEXTS`` (2) members. Without members neither.
+            ``NUM_TEXTS`` (2) members. A class without members has neither.
         """
         ranked = self._ranked(members)[:NUM_PREVIEWED]
         if not self.has_pictures:
@@ -213,8 +213,11 @@ class Album:
 def _shorter_side(image: Image) -> int:
     """Return the shorter side of an image in pixels, from its header.
 
-    For an image that cannot be read the result is ``SIDE`` (160), the side of the
-    largest thumbnails.
+    For an image that is damaged or missing the result is ``SIDE`` (160), the side of
+    the largest thumbnails.
+
+    Raises:
+        StorageError: The image's file cannot be read now, but perhaps later.
     """
     try:
         return min(read_header(image)[1:3])

@@ -133,7 +133,8 @@ def open_task(config: Config, storage: Storage) -> tuple[Task | None, str]:
         differs from the recorded one, if there is one.
 
     Raises:
-        StorageError: The stored modification times of the images cannot be read.
+        StorageError: The recorded fingerprint or the stored modification times of the
+            images cannot be read, or the disk has no space for large arrays of vectors.
     """
     try:
         task = make_task(read_rows(config.data), config.data)
@@ -183,10 +184,11 @@ def _predicted_parts(
             cluster: The summary of a discovered class; None for other classes.
 
         Returns:
-            Values by name. ``off`` has the indices in the sample of the members whose
-            true class is known and is another one than the class, or than that of the
-            majority of a discovered class. ``preview`` shows members of a discovered
-            class, and labeled rows of a known class.
+            Values by name. ``off`` has the indices in the sample of the members that
+            seem wrong: the data says their true class, and it is another one than this
+            class, or for a discovered class than the true class of its majority. It is
+            empty for ``REJECTED``. ``preview`` shows members of a discovered class, and
+            labeled rows of a known class.
         """
         rows, expected = members[output], output
         if cluster is not None:

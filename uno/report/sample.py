@@ -131,7 +131,7 @@ def choose_rows(task: Task, limit: int, seed: int) -> NDArray[np.int64]:
 
     Args:
         task: The rows of the run.
-        limit: The largest number of rows. If there are no more, all are chosen.
+        limit: The largest number of rows. If the run has no more, all are chosen.
         seed: Seed of the random choice.
 
     Returns:
@@ -167,7 +167,8 @@ def open_model(
 
     Raises:
         StorageError: The directory has no valid checkpoint of discovery either.
-        ConfigError: The library or the callable of the encoder is missing.
+        ConfigError: The library or the callable of the encoder or the method is
+            missing, or its code lies in the run directory.
         RuntimeError: The checkpoint does not fit the network, as with other numbers of
             classes.
     """
@@ -183,12 +184,12 @@ def open_model(
 
 
 def score_sample(task: Task, model: Classifier, decode: Decode) -> Sample:
-    """Predict a random sample of rows, as many as take about a minute.
+    """Predict a random sample of the rows of a run.
 
-    These are at most 20,000 rows on a GPU or if features are in memory, else 4,000, or
-    2,500 if images have sides of more than 64 pixels. If the model does not know which
-    clusters of its heads are the same class, they are matched by the unlabeled training
-    rows of the sample.
+    The sample has at most 20,000 rows on a GPU or if features are in memory, else
+    4,000, or 2,500 if images have sides of more than 64 pixels. If the model does not
+    know which clusters of its heads are the same class, they are matched by the
+    unlabeled training rows of the sample.
 
     Args:
         task: The rows of the run.
@@ -201,6 +202,7 @@ def score_sample(task: Task, model: Classifier, decode: Decode) -> Sample:
 
     Raises:
         ValueError: None of the drawn images can be read.
+        StorageError: An image's file cannot be read now, but perhaps later.
     """
     best_head = model.best_head
     limit = MAX_ROWS_CPU if model.size <= 64 else MAX_ROWS_CPU_LARGE

@@ -41,7 +41,10 @@ class Row(NamedTuple):
 
     @property
     def has_heads(self) -> bool:
-        """Whether the metric of this row has one value for each cluster head."""
+        """Whether the metric depends on the cluster head.
+
+        It then has a key for the mean over the heads and one for the best head.
+        """
         return "{which}" in self.path
 
     def key(self, split: str, group: str, which: str = "avg") -> str:
@@ -80,8 +83,8 @@ class Table(NamedTuple):
     def filled(self, values: Mapping[str, float]) -> list[Row]:
         """Return the rows of this table that have a value in at least one cell.
 
-        The cells of all splits and groups count. For a metric with one value for each
-        head, the key of the mean over the heads ("avg") must be there.
+        The cells of all splits and groups count. For a metric that depends on the head,
+        the key of the mean over the heads ("avg") must be there.
 
         Args:
             values: The metrics of a run, by key.
@@ -243,7 +246,7 @@ def format_table(values: Mapping[str, float]) -> str:
     are in percent with one decimal, and a missing number is left blank. "train" and
     "test" have columns if any key begins with the name of the split. If any metric
     differs between the mean over the heads and the best head, each metric that depends
-    on the head has a row for both, otherwise only one for the mean.
+    on the head has two rows, "avg" and "best". Otherwise it has one, for the mean.
 
     Args:
         values: The metrics of the run, by key, as fractions.

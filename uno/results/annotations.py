@@ -52,9 +52,10 @@ def export_predictions(
 
     Raises:
         ConfigError: ``images`` is None, an image has no file of its own, and the format
-            is "label-studio" or "fiftyone".
+            is "label-studio" or "fiftyone". Nothing is written then.
         StorageError: The directory has no complete predictions, they are damaged, or a
             file cannot be written.
+        ModuleNotFoundError: The format is "h5ad", and h5py is not installed.
     """
     if read_identity(storage) is None:
         raise StorageError(
@@ -268,6 +269,7 @@ def write_cells(storage: Storage, target: Storage) -> str:
     Raises:
         StorageError: A file of the predictions is missing or damaged, or the .h5ad file
             cannot be written.
+        ModuleNotFoundError: h5py is not installed.
     """
     names = [name for name in COLUMNS if name not in ("class_index", "uri")]
     has_embedding = (read_identity(storage) or {})["embedding"]
@@ -391,6 +393,7 @@ def update_tables(storage: Storage) -> list[str]:
     Raises:
         StorageError: A file of the predictions is missing or damaged, or a table cannot
             be written.
+        ModuleNotFoundError: There is a ``predictions.h5ad``, and h5py is not installed.
     """
     present = {name: write for name, write in TABLES.values() if storage.exists(name)}
     for write in present.values():

@@ -81,7 +81,8 @@ def start_model(
         unlabeled rows than known and novel classes.
 
     Raises:
-        ConfigError: This run's pretraining had another number of known classes.
+        ConfigError: The weights do not fit the encoder, or this run's pretraining had
+            another number of known classes.
         StorageError: The weights, or the checkpoint that holds them, cannot be read.
     """
     if not any(_has_enough_rows(config, train, rows)):
@@ -355,8 +356,8 @@ def read_features(config: Config, model: UnoModel, rows: EvalData) -> FeatureRow
     """Compute the features of rows on all workers; each worker reads a share.
 
     All workers must call this. At most ``MAX_BASELINE_ROWS`` (50,000) rows are used,
-    evenly spaced, and fewer if the images are streamed. Rows that cannot be read are
-    left out.
+    evenly spaced. Of streamed images at most 20,000 are used, and images that are
+    stored together are chosen together. Rows that cannot be read are left out.
 
     Args:
         config: The configuration of the run, which has the batch size.

@@ -233,8 +233,8 @@ def edits_of(classes: Sequence[OutputClass]) -> list[tuple[OutputClass, str]]:
         classes: All output classes of the model, by index.
 
     Returns:
-        For each discovered class the class itself, and "" if it is kept, "merged into
-        NAME", or "dropped".
+        A pair for each discovered class, in their order: the class itself; and "" if it
+        is kept, "merged into NAME", or "dropped".
     """
     found = []
     for c in classes:
@@ -338,7 +338,8 @@ class ClassEdit(BaseModel):
         gets Unicode's composed form. Whether the class NAME exists is not checked.
 
         Raises:
-            ValueError: It is another action. Capital letters are not accepted.
+            ValueError: It is another action. The words "keep", "drop" and "merge into"
+                must be in lower case.
         """
         pattern = r"\A\s*merge\s+into\s+"
         wanted = re.sub(pattern, MERGE, composed(str(action))).strip()
@@ -375,10 +376,10 @@ def apply_edits(
 
     Raises:
         ConfigError: The file is no such YAML file or belongs to another model; a
-            discovered class has no entry, or two; a name or an action is invalid; a
-            kept class has the name of another kept or known class; a class is merged
-            into none of these; or all discovered classes are dropped. The message has
-            one line.
+            discovered class has no entry, or two; an entry is of no discovered class; a
+            name or an action is invalid; a kept class has the name of another kept or
+            known class, also in another case; a class is merged into none of these; or
+            all discovered classes are dropped. The message has one line.
     """
     tree = parse_yaml(data, where)
     if tree.get("model") != model_hash:
@@ -539,11 +540,12 @@ def name_classes(
     """Name discovered classes by the labels that people gave to their images.
 
     A class gets the label of more than half of its labeled images. If that is the name
-    of another class that is kept, known or discovered, it is merged into that class; of
-    several discovered classes with one label, the one with the most such images is
-    kept, and the others are merged into it. A class without such a label, and a class
-    that is merged or dropped already, gets no name. Classes that were merged into a
-    class follow it if it is merged now.
+    of a known class, or of a discovered class that is kept and gets no label itself,
+    the class is merged into that one and keeps its own name. Of several discovered
+    classes with another label in common, the one with the most such images is kept, and
+    the others are merged into it. A class without such a label, and a class that is
+    merged or dropped already, gets no name. Classes that were merged into a class
+    follow it if it is merged now.
 
     Args:
         classes: All classes of the model. They are not changed.

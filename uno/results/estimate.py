@@ -146,12 +146,16 @@ class Estimate:
         num_novel: The estimate, with ``low <= num_novel <= high``.
         low: Lower end of the interval.
         high: Upper end of the interval.
-        suggested: Number of classes to train with, see :func:`suggest`.
-        at_limit: Whether the interval reaches the largest k that was tried.
+        suggested: Number of classes to train with, see :func:`suggest`. For a frozen
+            encoder it is ``num_novel``.
+        at_limit: Whether the interval reaches the largest k that was tried. For a
+            frozen encoder, whether it reaches the setting ``max_novel``; False without
+            it.
         ks: The numbers of novel classes that were tried.
         curves: Of a frozen encoder "probability", the probability of each k. Otherwise
             "f1", the mean F1 score over all splits and choices of anchors at each k.
-        settings: The :class:`Settings`, as a mapping.
+        settings: The :class:`Settings`, as a mapping. For a frozen encoder it has only
+            ``max_novel``.
         key: Hash of everything that the estimate depends on.
         splits: For each split the names of its classes, and in "roles" the anchors, the
             vote and the F1 scores of each choice of anchors. It is empty for a frozen
@@ -216,7 +220,8 @@ def estimate_num_novel(
             frozen. Its ``num_novel`` is not read.
         known: The names of the known classes, by index.
         storage: The directory of the run, locked by this command.
-        device: The device of pretraining and clustering.
+        device: The device of pretraining and clustering. The features of a frozen
+            encoder are clustered on the CPU.
         settings: The settings of the estimate; None for the defaults of
             :class:`Settings`.
         tasks: Runs pretraining and clustering as ``tasks(function, shared, items)``,
@@ -231,6 +236,7 @@ def estimate_num_novel(
 
     Raises:
         ConfigError: There are too few known classes or unlabeled rows.
+        StorageError: A stored file cannot be read or written.
     """
     settings, num_unlabeled = settings or Settings(), len(train.unlabeled_images)
     frozen = config.model.finetune == "none"
@@ -314,8 +320,10 @@ def estimate_frozen(
         storage: The directory with ``estimate.json``. If the file holds an estimate
             from the same data, settings and calibration, that is returned; otherwise
             the file is written or replaced.
-        settings: Its ``max_novel`` is the largest number that is considered; None for
-            no limit. Nothing else is read.
+        settings: Its ``max_novel`` is the largest number that is considered, at least
+            2; None for no limit other than the one of
+            :func:`uno.clustering.num_classes.estimate_num_classes`. Nothing else is
+            read.
 
     Returns:
         The estimate with its interval.
@@ -437,7 +445,8 @@ def interval(votes: Sequence[int], quantile: float) -> tuple[int, int]:
 
     Args:
         votes: Numbers of novel classes, one vote each.
-        quantile: The share of the votes below and above the interval, 0-0.5.
+        quantile: The share of the votes that may lie below the interval, and above it,
+            0-0.5.
 
     Returns:
         The lower and the upper end, rounded outwards, at least 1.
@@ -475,14 +484,14 @@ def class_splits(classes: Sequence[int], num_splits: int, seed: int) -> list[Spl
     Probe classes are held out of pretraining. Of 7 or more classes, a rounded quarter
     are probe classes (the paper has 20 of 80), but at least 4, and at least 3 remain to
     pretrain on. Of 4 to 6 classes, 2 remain to pretrain on, and all others are probe
-    classes.
-    Every class is a probe class about equally often.
+    classes. Every class is a probe class about equally often: of 80 classes and 3
+    splits, in one split or in none.
 
     Args:
         classes: The indices of the known classes, at least 4.
         num_splits: The number of splits to draw. If it exceeds the number of classes,
             there are as many splits as classes.
-        seed: The seed of the order of the classes.
+        seed: The seed of the random order of the classes, by which they are divided.
     """
     order = (
         np.random.default_rng([seed, ESTIMATE]).permutation(np.array(classes)).tolist()
@@ -597,8 +606,9 @@ def pretrain_split(
 def _max_novel(settings: Settings, train: TrainSet) -> int:
     """Return the largest number of novel classes to try, without a frozen encoder.
 
-    It is the setting ``max_novel``, by default the number of known classes, but at
-    least 10. It is never larger than the number of unlabeled rows or ``max_rows``.
+    It is the setting ``max_novel``. Without this setting it is the number of known
+    classes, or 10 if there are fewer. In either case it is never larger than the number
+    of unlabeled rows or ``max_rows``.
     """
     num_known, num_unlabeled = len(train.labels.unique()), train.num_unlabeled
     return min(
@@ -613,7 +623,7 @@ def _sample_rows(labels: Tensor, max_rows: int, seed: int) -> Tensor:
         labels: Class of each row, int64 (N,). Unlabeled rows all have the same value,
             and count as one class.
         max_rows: The limit of a class is this number divided by the number of classes,
-            but at least 1.
+            rounded down, but at least 1.
         seed: The seed of the draw.
 
     Returns:

@@ -60,11 +60,13 @@ def evaluate_run(
     The metrics are those of all protocols on both splits, the baselines, and the
     measures of :mod:`uno.results.trust`, which need no labels of novel classes. All
     workers call this function, each evaluates a share of the rows, and all get the same
-    metrics. If classes were merged or dropped (``model/classes.json``), the outputs are
-    those of predictions. If none was, and an unlabeled row can be read, rank 0 writes
-    ``alignment.json`` for :func:`~uno.results.infer.save_model`: which clusters of
-    different heads are the same class. Streamed images that turn out to be unreadable
-    are listed in the run directory.
+    metrics. If classes were merged or dropped (``model/classes.json``), the protocols
+    count the outputs of predictions; baselines and the agreements of
+    :mod:`uno.results.trust` are without merges and drops. If no class was merged or
+    dropped, and there is an unlabeled training row, rank 0 writes ``alignment.json``
+    for :func:`~uno.results.infer.save_model`: which clusters of different heads are the
+    same class. Streamed images that turn out to be unreadable are listed in the run
+    directory.
 
     Args:
         config: The configuration of the run.
@@ -83,10 +85,12 @@ def evaluate_run(
         :func:`~uno.results.trust.trust_metrics`.
 
     Raises:
-        StorageError: ``trained`` is None, and there is no valid checkpoint; or
-            ``model/classes.json`` is damaged, or an image's file cannot be read now.
-        ConfigError: No labeled or no unlabeled training image can be read, or more
-            images are unreadable than the configuration allows.
+        StorageError: ``trained`` is None, and there is no valid checkpoint; the weights
+            that discovery started from cannot be read; ``model/classes.json`` is
+            damaged; an image's file cannot be read now; or a file cannot be written.
+        ConfigError: No labeled or no unlabeled training image can be read, more images
+            are unreadable than the configuration allows, or the run was pretrained with
+            another number of known classes.
     """
     model, best_head = trained or load_trained(
         config, storage, train.num_known, train.num_novel
@@ -171,7 +175,11 @@ class Edits(NamedTuple):
 
     @property
     def num_novel(self) -> int:
-        """The number of discovered classes that are neither merged nor dropped."""
+        """The number of discovered classes that remain in predictions.
+
+        Classes that were dropped, or merged into another class, are not counted. A
+        class that others were merged into is counted.
+        """
         return sum(c.kind == "novel" and c.into == c.index for c in self.classes)
 
 
@@ -186,7 +194,7 @@ def read_edits(storage: Storage) -> Edits | None:
         ``model/classes.json`` yet, or no class was merged or dropped.
 
     Raises:
-        StorageError: ``model/classes.json`` is damaged.
+        StorageError: ``model/classes.json`` is damaged or cannot be read.
     """
     if not storage.exists(CLASSES_FILE):
         return None
@@ -316,9 +324,9 @@ def count_outputs(
         model: The model in eval mode, not its DDP wrapper.
         config: The configuration of the run.
         batches: Images uint8 (b, 3, S, S) with sides of S pixels, or features of a
-            frozen encoder, and a code for each row, int64 (b,). The code is -1 for rows
-            that are not counted, or t + k * ``num_true`` for the true class t and the
-            kind of row k.
+            frozen encoder (b, D); and a code for each row, int64 (b,). The code is -1
+            for rows that are not counted, or t + k * ``num_true`` for the true class t
+            and the kind of row k.
         num_true: The number of known and novel classes.
         edits: The merged and dropped classes, so that the outputs are those of the
             predictions. None if no class was merged or dropped: the outputs are then
@@ -356,10 +364,12 @@ def protocol_metrics(
 
     The keys are ``{split}/{known|novel|all}/{protocol}/{metric}/{avg|best}``, with the
     protocols of :data:`~uno.results.metrics.PROTOCOLS` and the metrics of
-    :data:`~uno.results.metrics.METRICS`. Known and all rows only have the metric "acc".
-    ``{split}/novel/task_aware/chance/acc`` is the accuracy of random predictions. It is
-    absent if no novel row is counted, or no cluster is left after merges and drops.
-    Groups without counted rows have no keys.
+    :data:`~uno.results.metrics.METRICS`. "avg" is the mean over the heads, and "best"
+    the value of ``best_head``. Known and all rows only have the metric "acc". The
+    groups "known" and "novel" have no keys without counted rows, and "all" needs
+    counted rows of both. ``{split}/novel/task_aware/chance/acc`` is the accuracy of
+    random predictions. It is absent if no novel row is counted, or no cluster is left
+    after merges and drops.
 
     Args:
         confusions: The counts, summed over workers.
@@ -368,8 +378,8 @@ def protocol_metrics(
         split: The first part of the keys, "train" or "test".
         edits: The merged and dropped classes, None if there are none. Rows of dropped
             outputs are rejected: they count as wrong, and NMI and ARI leave them out.
-            If classes were dropped, the share of rejected rows of a group under the
-            best head is ``{split}/{known|novel}/rejected``.
+            If classes were dropped, ``{split}/{known|novel}/rejected`` is the share of
+            a group's rows that the best head rejects when all outputs compete.
     """
     known, novel, joint = (counts.cpu().numpy() for counts in confusions)
     num_known, dropped = known.shape[-1], edits.dropped if edits else []

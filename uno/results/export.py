@@ -125,11 +125,13 @@ class Program(nn.Module):
 
 
 def _one_head(model: Classifier, head: int) -> UnoModel:
-    """Return the network with one cluster head, without the parts that only train.
+    """Return a copy of the network with one cluster head, for prediction only.
+
+    Overclustering heads and modules that only the training loss calls are left out.
 
     Args:
         model: The model.
-        head: The index of the head to keep.
+        head: The index of the cluster head to keep.
 
     Returns:
         A new network on the CPU, in eval mode, without gradients.
@@ -188,7 +190,8 @@ def _export_pt2(model: Classifier) -> bytes:
     """Return the model as a program of ``torch.export``, for images or vectors.
 
     The program is loaded again, and its probabilities for random inputs are compared
-    with those of the model. The classes and the hash of the model are stored in it.
+    with those of the model. The texts of :func:`_metadata_of`, such as the classes, are
+    stored in it as extra files.
 
     Raises:
         NumericsError: The program computes other probabilities than the model.
@@ -207,8 +210,9 @@ def _export_pt2(model: Classifier) -> bytes:
 def _export_onnx(model: Classifier) -> bytes:
     """Return the model as ONNX, for images or vectors.
 
-    The classes and the hash of the model are stored in it. Its probabilities for random
-    inputs are compared with those of the model, only if onnxruntime is installed.
+    The texts of :func:`_metadata_of`, such as the classes, are stored in its metadata.
+    If onnxruntime is installed, its probabilities for random inputs are compared with
+    those of the model; otherwise they are not checked.
 
     Raises:
         ConfigError: The package onnx or onnxscript is not installed.
@@ -234,7 +238,7 @@ def _export_onnx(model: Classifier) -> bytes:
         session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
 
         def program(images: Tensor) -> Tensor:
-            """Compute the probabilities (B, C) of images with the exported file."""
+            """Compute the probabilities (B, C) of images or vectors by the file."""
             return torch.from_numpy(
                 session.run(None, {_input_name(model): images.numpy()})[0]
             )
@@ -256,8 +260,8 @@ def _trace_arguments(model: Classifier) -> dict[str, Any]:
     """Return the keyword arguments of ``torch.export.export`` for a model.
 
     Returns:
-        "args", an example of two random inputs, and "dynamic_shapes", by which the
-        batch may have any size from 1.
+        "args", a tuple of one tensor, which is a batch of two random inputs; and
+        "dynamic_shapes", by which the batch may have any size from 1.
     """
     shapes = ({0: torch.export.Dim("batch", min=1)},)
     return {"args": (_random_images(model, 2),), "dynamic_shapes": shapes}
@@ -297,8 +301,8 @@ def _compare(
         expected: The function of the model, with the same input.
 
     Raises:
-        NumericsError: Shapes differ, values differ by more than ``TOLERANCE``, or a
-            value is NaN.
+        NumericsError: Shapes differ, the largest absolute difference of two values is
+            above the format's ``TOLERANCE``, or a value is NaN.
     """
     for num in CHECK_ROWS:
         images = _random_images(model, num)
@@ -348,8 +352,9 @@ def model_card(
 ) -> str:
     """Return the model card, a description of a trained model, as Markdown.
 
-    It has the encoder, the classes that were merged or dropped, the facts, the verdict
-    and the tables of accuracy, limits, and code that loads the model. No file is
+    It describes the encoder and its weights, the outputs, the discovered classes that
+    were merged or dropped, the method, the facts, the verdict on the run, the tables of
+    accuracy, and the limits, and it shows code that loads the model. No file is
     written.
 
     Args:
@@ -357,7 +362,8 @@ def model_card(
         facts: More facts about the run for the template: values by title, such as
             "Data".
         metrics: The metrics of the run by key, as fractions. A metric that is missing
-            leaves its cell empty.
+            leaves its cell empty. Tables, rows and columns without any metric are left
+            out.
     """
     config, net = model.config, model.config.model
     library, _, name = net.encoder.partition(":")

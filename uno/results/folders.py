@@ -74,22 +74,25 @@ def sort_images(
 ) -> str:
     """Copy the images to ``by_class/INDEX-NAME/``, by their predictions.
 
-    INDEX is the index of the predicted class with three digits, and NAME is its name.
-    Images of dropped classes go to ``by_class/rejected/``. Rows that could not be read
-    in the prediction are left out. A file is named by the last part of the row's id. It
-    gets a suffix if it has none, and the row number in front if the name is taken. In
-    the names of folders and files, characters other than ASCII letters, digits and
-    ``._-`` become ``_``. ``by_class/made_from.json`` says which predictions the images
-    belong to. A repeated call writes the same files. Temporary files that killed
-    processes left in ``by_class`` are deleted.
+    INDEX is the index of the predicted class with at least three digits, and NAME is
+    its name. Images of dropped classes go to ``by_class/rejected/``. Rows that could
+    not be read in the prediction are left out. A copy is named by the last part of the
+    row's id. If that has no dot, and the image has no file of its own, the suffix of
+    the image's format is added. The row number is put in front if the name is taken. In
+    the names of folders and files, each run of characters other than ASCII letters,
+    digits and ``._-`` becomes one ``_``, and long names are cut off at the front.
+    ``by_class/made_from.json`` says which predictions the images belong to. A repeated
+    call writes the same files. Temporary files that killed processes left in
+    ``by_class`` are deleted.
 
     Args:
         storage: The directory with the predictions, which must be complete, and in
             which ``by_class`` is written.
         data: The rows that were predicted, in the same order. They must have pictures:
             images, or vectors that name them.
-        on_progress: Called as ``on_progress(copied, total)`` with the number of copied
-            images and the number of all rows, after each image and at the end.
+        on_progress: Called after each image as ``on_progress(copied, total)`` with the
+            number of copied images and the number of all rows, unreadable ones
+            included; and at the end as ``on_progress(total, total)``.
 
     Returns:
         The path or URI of ``by_class``.
@@ -97,7 +100,9 @@ def sort_images(
     Raises:
         ConfigError: ``by_class`` holds the images of other predictions, or files that
             this function did not write; a file that holds many images, such as a tar
-            shard, cannot be read; or a row of vectors names a picture that is none.
+            shard, cannot be read; or the picture of a row is missing in a table, too
+            large, or, if it has no file of its own, no image. The content of a file is
+            not checked.
         StorageError: The file of an image can no longer be read, a file of the
             predictions is missing or damaged, or a copy cannot be written.
     """

@@ -102,7 +102,10 @@ NUMBERS = Scores._fields[1:6]
 
 
 def rows_that_fit(side: int) -> int:
-    """Return the largest power of two of images with at most 64 MiB of pixels, or 1.
+    """Return how many decoded images to hold at once: at most 64 MiB of pixels.
+
+    It is the largest power of two for which that many RGB images, with a byte for each
+    value, have at most 64 MiB. It is 1 if a single image has more.
 
     Args:
         side: The side of the square images in pixels.
@@ -322,12 +325,12 @@ def align_features(
     """Match the clusters of every head to those of the best head, by features of rows.
 
     Args:
-        model: The network.
+        model: The network, in eval mode.
         config: The configuration of the run. In the GCD setting only rows that the best
             head assigns to a novel output count, or all if there is no such row.
         best_head: The index of the best head, the one with the lowest training loss.
-        features: Features of N unlabeled rows, D numbers each, (N, D). At most
-            ``SAMPLE_ROWS`` of them, evenly spaced, count.
+        features: The encoder's features of N >= 1 unlabeled rows, D numbers each, (N,
+            D). At most ``SAMPLE_ROWS`` (10,000) of them, evenly spaced, count.
 
     Returns:
         For each head and each cluster of the best head the cluster matched to it, int64
@@ -355,9 +358,10 @@ def save_model(
     """Write the files of a trained model to ``model/``, and replace existing ones.
 
     They are the configuration, the weights of the encoder under the keys of its
-    library, the weights of the heads, and the classes with their first names. If the
-    evaluation has matched the clusters of the heads to those of ``best_head``
-    (``alignment.json``), ``classes.json`` holds this alignment, otherwise none.
+    library, the weights of the heads, and the classes with their first names. Names,
+    merges and drops of an existing ``classes.json`` are lost. If the evaluation has
+    matched the clusters of the heads to those of ``best_head`` (``alignment.json`` in
+    the run directory), ``classes.json`` holds this alignment, otherwise none.
 
     Args:
         config: The configuration of the run.
@@ -369,6 +373,9 @@ def save_model(
 
     Returns:
         The model that the files describe, around ``module``.
+
+    Raises:
+        StorageError: A file cannot be written, or ``alignment.json`` cannot be read.
     """
     weights = {
         name: tensor.detach().cpu().contiguous()
@@ -401,15 +408,18 @@ def save_model(
 def load_classifier(storage: Storage, device: torch.device | str = "cpu") -> Classifier:
     """Load the model of a run directory, or of a copy of its folder ``model/``.
 
-    The files are read as data only. There is one exception: an encoder that is
-    ``package.module:callable`` is code. It is imported from this machine, never from
-    the directory of the model, and a warning names it before. The same holds for a
-    discovery method ``package.module:METHOD``. If the code of such an encoder differs
+    The files are read as data only, with two exceptions: an encoder that is named
+    ``package.module:callable``, and a discovery method ``package.module:METHOD``, are
+    code. Such code is imported from this machine, never from the directory of the
+    model, and a logged warning names it before. If the code of such an encoder differs
     from that of the run, another warning is logged.
 
     Args:
         storage: The directory.
         device: The device of the model.
+
+    Returns:
+        The model, with its network in eval mode and without gradients.
 
     Raises:
         StorageError: There is no model, or its files are damaged.
@@ -550,10 +560,11 @@ def _load_network(
 
 
 def _model_hash(config: Config, files: Mapping[str, bytes]) -> str:
-    """Return a hash of everything that determines the probabilities of a model.
+    """Return a hash of the weights, the image transform and the temperature of a model.
 
-    This is the image transform, the temperature and the files of the weights. The
-    names, merges and drops of the classes do not change it.
+    The files of the weights count whole, with the index of the best head in the
+    metadata of ``heads.safetensors``. Names, merges and drops of the classes, and the
+    alignment of the heads, do not change the hash.
 
     Args:
         config: The configuration of the model.
@@ -587,9 +598,10 @@ def decoder(model: Classifier, rows: Rows, threads: int | None = None) -> Decode
             use.
 
     Returns:
-        A function that takes batches of row numbers and yields their pixels, as
-        described at :data:`Decode`. If a run has just computed the features of its
-        frozen encoder, it yields them in the place of pixels.
+        A function that takes batches of row numbers, and for each yields the row
+        numbers, the pixels, and why each row could not be read, as described at
+        :data:`Decode`. In the place of pixels it yields features if the rows are
+        embeddings, or if a run has just computed the features of its frozen encoder.
     """
     how = Decoding.of(model.config.data)
     return partial(decoded, rows.images, size=model.size, threads=threads, how=how)
@@ -628,7 +640,10 @@ def accelerated_encoder(
 def score_rows(
     model: Classifier, decode: Decode, batches: Iterable[np.ndarray]
 ) -> Iterator[tuple[np.ndarray, Sequence[str | None], Scores | None]]:
-    """Decode and classify batches of rows, one batch for each item that is taken.
+    """Classify batches of rows, and yield the scores of one batch after the other.
+
+    A batch is classified when the caller takes its item. ``decode`` may read and decode
+    later batches ahead.
 
     Args:
         model: The model.
@@ -644,6 +659,7 @@ def score_rows(
 
     Raises:
         StorageError: An image's file cannot be read now, but perhaps later.
+        ConfigError: A file that holds many images, such as a tar shard, cannot be read.
     """
     for index, pixels, reasons in decode(batches):
         ok = ok_mask(reasons)
@@ -668,12 +684,14 @@ def sample_logits(
         limit: The largest number of rows in the sample.
 
     Returns:
-        The numbers (n,) of the readable rows in the sample, and their logits as one
-        view, float32 on the CPU. A field is None if the model has no such heads. A
-        single None if no row can be read.
+        The numbers (n,) of the readable rows in the sample, and the logits of their
+        center crops as one view (V = 1), float32 on the CPU. A field of the logits is
+        None if the model has no such heads. A single None in the place of both if no
+        row can be read.
 
     Raises:
         StorageError: An image's file cannot be read now, but perhaps later.
+        ConfigError: A file that holds many images, such as a tar shard, cannot be read.
     """
     chosen, size = rows[evenly_spaced(limit, len(rows))], model.batch_rows
     indices, parts = [], []

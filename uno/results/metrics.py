@@ -217,8 +217,8 @@ class Metric(NamedTuple):
             rows are correct. Otherwise ``of`` takes counts of rows by class and
             cluster, (R, P), with at least one row. "share" is then a share of rows,
             and rows at none of the clusters count as wrong. For "clusters", rejected
-            rows are left out, and novel rows that are predicted as known form one more
-            cluster.
+            rows are left out, and under the strict protocol the novel rows that are
+            predicted as known form one more cluster.
     """
 
     of: Callable[..., float]
@@ -277,7 +277,7 @@ def cluster_metrics(counts: Counts) -> dict[str, float]:
 
     Returns:
         "acc", "nmi", "ari", "purity", "balanced", "recall_small" and "recall_large",
-        all as fractions; empty if the counts have no row.
+        all as fractions (ARI may be negative); empty if the counts have no row.
     """
     if not counts.any():
         return {}
@@ -342,7 +342,7 @@ def task_aware(joint: Counts, num_known: int) -> Matched:
         num_known: The number of known classes C_l.
 
     Returns:
-        The correct rows; its ``clusters`` are the novel outputs.
+        The correct rows; ``clusters`` counts novel rows at the novel outputs, (C_u, K).
     """
     known, novel = joint[:num_known, :num_known], joint[num_known:, num_known:]
     return Matched(np.trace(known), matched_counts(novel, hungarian(novel)), novel)
@@ -361,7 +361,7 @@ def task_agnostic_official(joint: Counts, num_known: int) -> Matched:
         num_known: The number of known classes C_l.
 
     Returns:
-        The correct rows; its ``clusters`` are all outputs.
+        The correct rows; ``clusters`` counts novel rows at all outputs, (C_u, C_l + K).
     """
     novel = joint[num_known:]
     return Matched(
@@ -381,7 +381,7 @@ def task_agnostic_joint(joint: Counts, num_known: int) -> Matched:
         num_known: The number of known classes C_l.
 
     Returns:
-        The correct rows; its ``clusters`` are all outputs.
+        The correct rows; ``clusters`` counts novel rows at all outputs, (C_u, C_l + K).
     """
     matched = matched_counts(joint, joint_matching(joint, num_known))
     return Matched(matched[:num_known].sum(), matched[num_known:], joint[num_known:])
@@ -401,8 +401,8 @@ def task_agnostic_strict(joint: Counts, num_known: int) -> Matched:
         num_known: The number of known classes C_l.
 
     Returns:
-        The correct rows; its ``clusters`` are the novel outputs, and ``others`` counts
-        the novel rows at known outputs.
+        The correct rows; ``clusters`` counts novel rows at the novel outputs, (C_u, K),
+        and ``others`` those at any known output, (C_u,).
     """
     found, absorbed = (
         joint[num_known:, num_known:],
@@ -497,9 +497,9 @@ def scores(
             out.
 
     Returns:
-        Fractions by key: "known/acc", "novel/NAME" for every name of :data:`METRICS`,
-        and "all/acc", the share of all rows that are correct. A group without rows has
-        no keys, and "all" needs rows of known and of novel classes.
+        Fractions by key (ARI may be negative): "known/acc", "novel/NAME" for every name
+        of :data:`METRICS`, and "all/acc", the share of all rows that are correct. The
+        groups known and novel have no keys without rows, and "all" needs rows of both.
     """
     kept = joint.copy()
     kept[:, list(dropped)] = 0
@@ -526,8 +526,9 @@ def _score_novel_rows(metric: Metric, found: Matched, sizes: Counts) -> float:
     """Compute a metric of the rows of novel classes under a protocol.
 
     A "matched" metric follows the protocol's matching, and counts rows that are not
-    correct as wrong. A share counts rows at none of the clusters as wrong.
-    Other metrics leave rejected rows out. The result is 0 if no row is left.
+    correct as wrong. A "share" counts rows at none of the clusters as wrong. A metric
+    of the kind "clusters" leaves rejected rows out, and takes the rows of
+    ``found.others`` as one more cluster. The result is 0 if no row is left.
 
     Args:
         metric: The metric.

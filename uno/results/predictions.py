@@ -86,7 +86,7 @@ class Summary(NamedTuple):
     """The numbers of rows of complete predictions, where ``ok + bad = rows``.
 
     Attributes:
-        path: The path of the folder ``predictions``.
+        path: The path or URI of the folder ``predictions``.
         rows: The number of rows.
         ok: The number of rows with a prediction.
         bad: The number of rows that could not be read.
@@ -103,7 +103,8 @@ def partition_rows(num_rows: int) -> int:
 
     It is the largest power of two with which :data:`NUM_PARTITIONS` (256) files are
     full, but at least :data:`MIN_PART_ROWS` (512) and at most :data:`MAX_PART_ROWS`
-    (16,384). So few rows make fewer files, and the last file may hold fewer rows.
+    (16,384). So there are fewer than 256 files if there are few rows, and more if there
+    are many. The last file may hold fewer rows.
 
     Args:
         num_rows: The number of all rows.
@@ -234,10 +235,10 @@ def decode_chunk(chunk: Chunk, how: InputSpec, threads: int) -> tuple[pa.Table, 
     Returns:
         A table with the columns row (its number), id, label, uri and reason (why the
         image could not be read, or null), and the pixels uint8 (n, 3, S, S). The row is
-        numbered among all rows to predict. The uri is the path or URI of the image,
-        null if it is no file of its own. Features (n, D) stand in the place of the
-        pixels if the source holds embeddings, or if a run has just computed the
-        features of its frozen encoder.
+        numbered among all rows to predict. The uri is the path or URI of the image (of
+        the row's picture, if the source holds embeddings), null if it is no file of its
+        own. Features (n, D) stand in the place of the pixels if the source holds
+        embeddings, or if a run has just computed the features of its frozen encoder.
 
     Raises:
         StorageError: An image's file cannot be read now, but perhaps later.
@@ -356,7 +357,10 @@ class PartWriter(NamedTuple):
             storage: The directory of the predictions.
             number: The number of the partition, from 0.
             results: All rows of the partition in order, with the columns of
-                :func:`result_table`.
+                :func:`result_table`. Further columns are ignored.
+
+        Raises:
+            StorageError: The file cannot be written.
         """
         index = results["class_index"].combine_chunks()
         names, kinds = (
@@ -381,28 +385,35 @@ class PredictionWriter:
     """Collects the predictions of all rows, and writes them as Parquet files.
 
     Each file holds the rows of one partition. If the directory holds some files of the
-    same predictions, only the missing ones are written.
+    same predictions, only the missing ones are written. Making an object marks the
+    folder ``predictions`` as that of these predictions, and deletes the files in it
+    that do not belong to them. If the folder is already marked as complete, only
+    temporary files are deleted.
 
     Args:
         storage: The directory above the folder ``predictions``: a run directory or an
             output directory.
         data: The N rows to predict.
-        model: The model. Only its hash and its classes are used here.
+        model: The model. It is not called here. Only its classes, its hash, the hashes
+            of its code and whether its heads are aligned are used.
         embedding: Whether the table has a column with the features.
         labels: The label of each row with which the run was trained, or null; an Arrow
             array of strings (N,). None if no row has a label, as for rows that are not
             those of the run.
         replace: Whether predictions of another model, other data or other classes may
-            be replaced. Otherwise they are an error.
+            be replaced. Otherwise they are an error. Predictions that differ in nothing
+            but the modification times of the images are replaced in any case.
 
     Attributes:
-        complete: Whether all rows are predicted and written.
-        num_done: The number of rows whose partitions are written or collected.
+        complete: Whether the folder is marked as holding the predictions of all rows.
+            :meth:`finish` does so.
+        num_done: The number of rows that are written, or collected in memory.
 
     Raises:
         ConfigError: The directory holds predictions of another model, other data and
             the like and not ``replace``, or a folder ``predictions`` that ``uno
             predict`` did not write.
+        StorageError: The directory cannot be read or written.
     """
 
     def __init__(
@@ -441,7 +452,10 @@ class PredictionWriter:
 
     @property
     def missing(self) -> list[int]:
-        """The numbers of the partitions without a complete file, ascending from 0."""
+        """The numbers of the partitions without a complete file, in ascending order.
+
+        Partitions are numbered from 0.
+        """
         return sorted(self._missing)
 
     def names_of(self, rows: np.ndarray) -> pa.Table:
@@ -473,6 +487,9 @@ class PredictionWriter:
         Args:
             results: A table as :func:`result_table` returns it, with rows of one
                 partition. The rows of a partition are added in order.
+
+        Raises:
+            StorageError: The file cannot be written.
         """
         number = results["row"][0].as_py() // self.part_rows
         parts = self._parts.setdefault(number, [])
@@ -610,7 +627,8 @@ def read_identity(storage: Storage) -> dict[str, Any] | None:
 
     Returns:
         Hashes and other facts with the keys of :data:`DIFFERENCES`; None if there are
-        no complete predictions, or another version has written them.
+        no complete predictions, another version has written them, or the JSON file is
+        damaged.
 
     Raises:
         StorageError: The JSON file cannot be read, or is too large.
@@ -669,8 +687,8 @@ def rename(storage: Storage, classes: list[OutputClass]) -> bool:
     """Write new names of the classes into stored predictions.
 
     All Parquet files are rewritten with the names, and the hash of the names in the
-    JSON file is replaced. The predictions are not complete while their files are
-    changed. After an interruption the same call continues.
+    JSON file is replaced. The predictions do not count as complete while their files
+    are changed. After an interruption the same call rewrites all files again.
 
     Args:
         storage: The directory above the folder ``predictions``, such as a run.

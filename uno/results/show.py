@@ -89,11 +89,12 @@ def data_uri(picture: Pillow.Image, kind: str, **options: Any) -> str:
 def read_members(storage: Storage, config: Config) -> dict[int, Members]:
     """Find for each class the run's images that were predicted as it, for HTML views.
 
-    Local image files are named by their paths and not read. Images without files of
-    their own are read from the data of the run. ``b""`` stands for an image that cannot
-    be shown: it is remote; or it has no file, and there are more than ``MANY_ROWS``
-    (20,000) readable rows, or the data can no longer be read or has changed. Nothing is
-    downloaded.
+    Local image files are named by their paths and not read. If one of the images has no
+    file of its own, all are read from the data of the run. ``b""`` stands for an image
+    that cannot be shown: it is a remote file; or images must be read from the data, and
+    there are more than ``MANY_ROWS`` (20,000) readable rows, or the data can no longer
+    be read, has changed or has no pictures. A data set that is missing here is not
+    downloaded, but shards in remote storage are read.
 
     Args:
         storage: The directory with the predictions.
@@ -138,9 +139,9 @@ def _images_of(
     """Return the images of some predicted rows, ``b""`` for those that cannot be shown.
 
     If each row has its own file, the paths are returned, and ``b""`` for a URI. If any
-    row has none, all images come from the data of the run. All are ``b""`` if there are
-    more than ``MANY_ROWS`` predicted rows, the data cannot be read or has changed since
-    the prediction, or it has no pictures.
+    row has none, all images come from the data of the run. In this case all are ``b""``
+    if there are more than ``MANY_ROWS`` (20,000) predicted rows, the data cannot be
+    read or has changed since the prediction, or it has no pictures.
 
     Args:
         storage: The directory with the predictions.
@@ -248,7 +249,8 @@ def format_counts(names: Iterable[str | None] | Mapping[str | None, int]) -> str
     """Format the most frequent names with their counts: ``cat (7), novel-1 (5)``.
 
     The most frequent name comes first. At most eight names are shown, and ", ..."
-    stands for the others. A name is cut off after 40 characters.
+    stands for the others. A name has at most 40 characters: a longer one is cut off and
+    ends in "…". The result is "" if there are no names.
 
     Args:
         names: Names, each as often as it occurs, or a mapping from each name to its

@@ -191,11 +191,11 @@ def _format_expected(values: Mapping[str, float]) -> list[str]:
     Returns:
         A line for each expected accuracy: in the setting GCD that of all unlabeled
         images, and the strict one, by which a new class on a known output is wrong; in
-        NCD one. The first also has the number of new classes, and from how many other
-        clusterings of the same images the expectation comes, which is the higher the
-        more they agree with this one. A last line names properties of the task outside
-        the calibration, if there are any. The list is empty if the metrics have no
-        expected accuracy.
+        NCD one. The first also has the number of new classes, and the number of other
+        clusterings of the same images: the more these agree with the clusters of the
+        run, the higher is the expected accuracy. A last line names properties of the
+        task outside the calibration, if there are any. The list is empty if the metrics
+        have no expected accuracy.
     """
     lines = []
     for key, counts in COUNTS.items():
@@ -225,8 +225,10 @@ def _format_merge_advice(values: Mapping[str, float]) -> list[str]:
         values: The metrics of the run, by key.
 
     Returns:
-        One line with at most three pairs, most similar first; an empty list if there
-        are no such pairs.
+        A list of one line with at most three pairs, most similar first, and the number
+        of further pairs; an empty list if there are no such pairs. A class is called
+        "novel-" and its number among the novel classes from 1, whatever its present
+        name is.
     """
     pairs = sorted(
         (key for key in values if key.startswith(SIMILAR)), key=lambda k: -values[k]
@@ -259,19 +261,23 @@ def clustering_metrics(
         encoder: ``config.model.encoder``.
 
     Returns:
-        Empty for other methods. Otherwise ``trust/clustering/classes`` and
-        ``trust/clustering/clusterings``, the numbers of novel classes and of other
-        clusterings of the same rows, from whose agreement accuracy is expected. Unless
-        there are no other clusterings because of too few rows: the expected accuracy
-        with its interval as fractions,
-        ``trust/expected/{ncd|gcd|gcd_strict}/{acc|low|high}`` for the setting; and
-        ``trust/outside/NAME`` for each property of the task for which this expectation
-        was not calibrated, with the number of unlabeled images, known classes or novel
-        classes, or 1.0 for ``encoder`` and ``one known class``, see
-        :func:`~uno.expectation.outside_calibration`. ``trust/similar/A/B``, how
-        often rows of the novel classes A and B are nearest neighbors, relative to a
-        random division of these rows, so that 1 suggests one class; for as many pairs
-        as there are more classes than were estimated.
+        Values by key; empty if the checkpoint is that of another method:
+
+        - ``trust/clustering/classes``: the number of novel classes.
+        - ``trust/clustering/clusterings``: the number of other clusterings of the same
+          rows, from whose agreement the accuracy is expected. It is 0 if there are too
+          few rows; the keys of the next two items are then absent.
+        - ``trust/expected/ncd/{acc|low|high}``, or in the setting "gcd"
+          ``trust/expected/{gcd|gcd_strict}/{acc|low|high}``: the expected accuracy and
+          the ends of its interval, as fractions.
+        - ``trust/outside/NAME``: for each property of the task for which this
+          expectation was not calibrated. The value is the number of unlabeled images,
+          known classes or novel classes, or 1.0 for ``encoder`` and ``one known
+          class``, see :func:`~uno.expectation.outside_calibration`.
+        - ``trust/similar/A/B``: how often rows of the novel classes A and B (indices
+          from 0) are nearest neighbors, relative to a random division of these rows, so
+          that 1 suggests one class. The most similar pairs are there, at most as many
+          as the run has more novel classes than are estimated.
     """
     if "extra/agreement" not in tensors:
         return {}

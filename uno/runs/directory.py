@@ -47,8 +47,8 @@ def is_run(storage: Storage) -> bool:
     Returns:
         True if there is a ``config.yaml``, whatever else the directory holds. False if
         the directory is missing or empty, or only has what a run writes before its
-        ``config.yaml``: the lock, ``environment.json``, temporary files, and the folder
-        ``former/`` with a replaced run.
+        ``config.yaml``: the lock, ``environment.json``, the temporary files of these
+        and of ``config.yaml``, and the folder ``former/`` with a replaced run.
 
     Raises:
         ConfigError: There is no ``config.yaml``, and the directory holds anything else.
@@ -72,8 +72,9 @@ def begin_run(config: Config, storage: Storage, fingerprint: str) -> None:
     Raises:
         ConfigError: The directory holds files that no run has written, or a run of
             other settings, data or format; or the run's ``environment.json`` is missing
-            or damaged. The message names the settings that differ. Settings that may
-            change when a run resumes are not compared.
+            or damaged, or its ``config.yaml`` is damaged. If settings differ, the
+            message names the first of them. Settings that may change when a run resumes
+            are not compared.
     """
     code = code_of(config.model.encoder).get("code")
     if not is_run(storage):
@@ -201,7 +202,9 @@ def read_config_tree(storage: Storage) -> dict[str, Any]:
     """Return the ``config.yaml`` of a run as a nested dict.
 
     If its method is the user's own code (``package.module:METHOD``), this code is
-    imported, because the method may have settings of its own.
+    imported, because the method may have settings of its own. A warning is then logged
+    that names this code, and likewise for code of the pretext task, which is not
+    imported.
 
     Args:
         storage: The run directory.
@@ -210,10 +213,10 @@ def read_config_tree(storage: Storage) -> dict[str, Any]:
         The settings as the file has them, section by section. No defaults are added.
 
     Raises:
-        ConfigError: The file is missing, empty or damaged; the method's code cannot be
-            imported; or code for the method or the pretext task lies in the run
-            directory.
-        StorageError: The file cannot be read or is too large.
+        ConfigError: The file is missing or empty, or :func:`uno.config.parse_yaml`
+            refuses it; the method's code cannot be imported; or code for the method or
+            the pretext task lies in the run directory.
+        StorageError: The file cannot be read, or has more than ``MAX_STATE_BYTES``.
     """
     require_run(storage)
     tree = None

@@ -38,7 +38,8 @@ def keep_until_replaced(
 
     If the block raises anything, the error is passed on. Before that, the former run is
     moved back and the files of the new run are deleted, if the new run has no
-    checkpoint yet. Otherwise the new run stays, and the former run is deleted.
+    checkpoint yet and the former run still exists. Otherwise the new run stays, and the
+    former run is deleted.
 
     Args:
         storage: The directory of the run, as :func:`uno.runs.lock.lock_run` yields it
@@ -54,7 +55,9 @@ def keep_until_replaced(
         ConfigError: The block has raised it. If the former run was moved back and the
             new run had listed unreadable images, the list is kept as
             ``refused_bad_samples.jsonl``, and the message names this file instead.
-        StorageError: Files cannot be moved or deleted.
+        StorageError: Files cannot be moved or deleted. If the block raises an error and
+            the former run cannot be moved back then, the error of the block is raised
+            instead, and ``former/`` stays.
     """
     complete_overwrite(storage)
     try:

@@ -87,9 +87,10 @@ def describe_environment(fingerprint: str) -> dict[str, Any]:
         fingerprint: The hash of the data.
 
     Returns:
-        JSON values by name: the command line, the versions of packages and formats, the
-        platform, the processor, the names of all GPUs, and the fingerprint. Packages
-        that are not installed are left out.
+        JSON values by name: the command line; the versions of Python, of packages, of
+        the format of checkpoints and of the numerics; the platform, the processor, the
+        names of all GPUs, and the fingerprint. Packages that are not installed are left
+        out.
     """
     versions = {}
     for name in ("uno-discovery", "torch", "torchvision", "numpy", "ray"):
@@ -114,9 +115,10 @@ def prepare_compiler() -> None:
     """Prepare ``torch.compile``: check that it has a compiler, and choose its cache.
 
     This sets the environment variable ``TORCHINDUCTOR_CACHE_DIR`` to a subfolder of its
-    value, or else of Torch's default, which is named after the vector instructions of
-    this processor. A further call changes nothing. Torch 2.15 finds cached code by the
-    graph alone, and code for another processor's vectors computes NaN without an error.
+    value, or of ``torchinductor_UID`` in the directory for temporary files if it is not
+    set. The subfolder is named by a hash of the vector instructions of this processor.
+    A further call changes nothing. Torch 2.15 finds cached code by the graph alone, and
+    code for another processor's vectors computes NaN without an error.
 
     Raises:
         ConfigError: There is no C++ compiler on this machine.

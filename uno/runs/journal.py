@@ -66,6 +66,7 @@ class Journal:
             step: The number of optimizer steps before the checkpoint.
 
         Raises:
+            StorageError: The file cannot be read or written.
             Exception: The error of an earlier write or function that has failed.
         """
         self.flush()
@@ -99,9 +100,11 @@ class Journal:
             self.enqueue(partial(self._append, self._storage, line.encode()))
 
     def enqueue(self, job: Callable[[], None]) -> None:
-        """Call a function in the writing thread, after all lines so far were written.
+        """Call a function in the writing thread, after all lines and functions so far.
 
-        Without a storage, the function is called at once in the calling thread.
+        For an object store, these lines may still be in memory when the function is
+        called, because :meth:`flush` uploads them. Without a storage, the function is
+        called at once in the calling thread, and its error is raised at once.
 
         Args:
             job: Takes no argument. If it raises an error in the writing thread, the

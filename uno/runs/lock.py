@@ -115,6 +115,9 @@ class RunLock:
         Temporary files of the lock, which commands left that were killed while they
         held it, are deleted, too. If another command has taken over the lock, nothing
         is deleted.
+
+        Raises:
+            StorageError: The lock file cannot be read, or a file cannot be deleted.
         """
         self._released.set()
         with self._mutex:

@@ -166,8 +166,8 @@ def run_phase(
     - "pretext": The encoder learns the self-supervised task ``pretext.task`` on all
       training rows, without labels.
     - "pretrain": The encoder and the known head learn labeled rows (paper Sec. 4.1 of
-      UNO, Fini et al., ICCV 2021). Only large views are used, even if discovery uses
-      small ones, too.
+      UNO, Fini et al., ICCV 2021). As in the pretext task, only large views are used,
+      even if discovery uses small ones, too.
     - "discover": All heads are trained (paper Sec. 3), starting from the earlier phase
       or from ``model.weights``. Before its first step, the method may initialize
       prototypes from features of the training rows.
@@ -187,7 +187,8 @@ def run_phase(
             fit, or too many images are unreadable.
         StorageError: The phase that this one starts from has no valid checkpoint, all
             checkpoints of this phase are damaged, or one cannot be written.
-        NumericsError: Losses or weights were not finite again after a roll-back.
+        NumericsError: Losses or weights were not finite again after a roll-back, or
+            before there was a checkpoint to roll back to.
         Interrupted: The worker was asked to stop. A checkpoint is saved, unless the
             state is not finite.
     """
@@ -267,8 +268,8 @@ def pretrain(
         The state at the end of pretraining. Its ``model`` is the network.
 
     Raises:
-        UnoError: :func:`run_phase` raises it for the same reasons. It is Interrupted if
-            the worker was asked to stop; a checkpoint is saved then.
+        UnoError: One of the errors of :func:`run_phase`, for the same reasons. It is
+            Interrupted if the worker was asked to stop.
     """
     if config.pretext.epochs:
         run_phase(config, PRETEXT, train, worker, storage)
@@ -312,7 +313,8 @@ def _build_initial_network(
     - Pretraining starts from the weights of :func:`load_weights_` if ``model.finetune``
       is "none", else from the pretext task if that has epochs, else from random
       weights. Its network has no novel heads.
-    - Discovery starts from the weights of :func:`load_weights_`.
+    - Discovery starts from the weights of :func:`load_weights_`. If the method needs a
+      teacher and known prototypes were loaded, prototypes are scaled to length one.
 
     Args:
         config: The configuration of the run.
@@ -383,8 +385,8 @@ def frozen_encoder(config: Config, storage: Storage) -> nn.Module:
 
     Args:
         config: The configuration of the run.
-        storage: The run directory. If ``model.weights`` is "pretrained" or None, it
-            holds the weights, see :func:`load_weights_`.
+        storage: The run directory. If ``model.weights`` is "pretrained", it holds the
+            weights. ``model.weights`` must not be None.
 
     Returns:
         The encoder on the CPU, in eval mode and in the memory format channels_last. Its
@@ -441,7 +443,10 @@ def load_weights_(model: UnoModel, config: Config, storage: Storage) -> bool:
 
 
 def _load_phase_(model: UnoModel, storage: Storage, phase: str) -> bool:
-    """Load the encoder and, if they fit, the known prototypes of a finished phase.
+    """Load the encoder and, if they fit, the known prototypes of an earlier phase.
+
+    They come from the newest valid checkpoint of that phase, whether or not it was
+    trained to its end.
 
     Args:
         model: The network that is changed.
@@ -483,8 +488,8 @@ def load_trained(
         num_novel: The number of novel classes.
 
     Returns:
-        The model on the CPU with normalized prototypes, and the index of its best head,
-        which has the lowest training loss.
+        The model on the CPU with normalized prototypes, and the index of its best head:
+        the cluster head with the lowest mean loss in the last finished epoch.
 
     Raises:
         StorageError: There is no valid checkpoint.

@@ -76,10 +76,10 @@ class Prediction:
 class Predictions:
     """The predicted classes of N images, with the scores of each.
 
-    The fields are the columns that ``uno predict`` writes, as arrays or lists of length
-    N. An image that could not be read has the class index -1, no class name, NaN for
-    every number, and a reason. Indexing with a number gives a :class:`Prediction`, and
-    with a slice the predictions of these images.
+    Every field is an array or a list of length N. An image that could not be read has
+    the class index -1, None for the class name and the kind, NaN for every other
+    number, and a reason. Indexing with a number gives a :class:`Prediction`, and with a
+    slice the predictions of these images.
 
     Attributes:
         class_index: Index of the predicted class in ``Model.classes``, int64 (N,).
@@ -88,8 +88,9 @@ class Predictions:
         probability: Probability of the predicted class, float32 (N,), 0-1.
         margin: Difference between the two highest probabilities, float32 (N,), 0-1.
         entropy: Entropy of the class probabilities in nats, float32 (N,).
-        head_agreement: Share of the novel heads that predict the same class, float32
-            (N,), 0-1.
+        head_agreement: Share of the model's heads that predict this class, float32
+            (N,), 0-1; NaN if it is not known which clusters of different heads are the
+            same class.
         known_probability: Sum of the probabilities of the known classes, float32 (N,),
             0-1.
         probabilities: Probability of each class, float32 (N, C).
@@ -209,7 +210,8 @@ class Model:
         The mapping goes from the index of a class to the number of these images and at
         most five examples, for the HTML view. They come from the table of the run's
         predictions, which is read at the first use. The mapping has at most 40 classes,
-        and none without images. It is empty if there is no such table or it is damaged.
+        and none without images. It is empty if there is no complete table or it is
+        damaged.
         """
         try:
             return show.read_members(self._storage, self._classifier.config)
@@ -219,10 +221,12 @@ class Model:
     def _repr_html_(self) -> str:
         """Return the HTML view for a notebook, a table of the model's classes.
 
-        Each class has its name, kind, number of images and some pictures, as far as the
-        run has predictions. Above the table are the verdict on the run and its strict
-        accuracy, if the metrics have them; the numbers of classes; the directory; and
-        the path of the report, if there is one.
+        The first 40 classes are shown, each with its name and kind, whether it was
+        merged or dropped, and, if the run has predictions, the number of its images and
+        up to five pictures. Above the table are the verdict on the run, if the metrics
+        have one; the numbers of classes; the directory; the path of the report, if
+        there is one; and the strict accuracy of the novel training images, if the
+        metrics have it.
         """
         facts = str(verdict(self.metrics) or "").splitlines()
         facts += [
@@ -301,7 +305,8 @@ class Model:
             has the class index -1, NaN for every number, and a reason.
 
         Raises:
-            ConfigError: ``images`` has another type or shape.
+            ConfigError: ``images`` has another type or shape, or vectors have another
+                length than those of the training.
             StorageError: The storage of an image cannot be reached now.
         """
         model, given = self._classifier, images
@@ -375,8 +380,9 @@ def load(run: str | PathLike[str], device: str | torch.device = "cpu") -> Model:
 
     Raises:
         StorageError: The directory has no trained model, or a damaged one.
-        ConfigError: ``run`` is no path, this machine has no such device, or the library
-            or the code of the encoder is missing or lies in the directory of the model.
+        ConfigError: ``run`` is no path, this machine has no such device, the library of
+            the encoder or the user's code of the encoder or the method is missing, or
+            this code lies in the directory of the model.
     """
     if not isinstance(run, str | PathLike):
         raise ConfigError(f"load takes the path of a run, not {_describe_value(run)}")
@@ -640,7 +646,7 @@ def _describe_value(value: Any) -> str:
     """Describe a value of a wrong type, for an error message.
 
     The text is the dtype and shape of a NumPy array, "None" for None, and otherwise the
-    name of the type and the first 40 characters.
+    name of the type and, in quotes, the first 40 characters of ``str(value)``.
     """
     if isinstance(value, np.ndarray):
         return f"{value.dtype} {value.shape}"

@@ -50,7 +50,8 @@ RAY_BACKEND = "pipelines.backend:RayBackend"  # by name, because uno imports no 
 def choose_backend(config: Config) -> Backend:
     """Choose where the work of a run is done, by ``compute.num_workers``.
 
-    Ray is imported only if it is chosen. No cluster is started here.
+    The module of the Ray backend is imported only if it is chosen. No cluster is
+    started here.
 
     Args:
         config: The configuration of the run.
@@ -77,8 +78,8 @@ class LocalBackend:
 
         Args:
             config: The configuration. With ``compute.device`` "cpu", or without a GPU,
-                the value for the GPU is None. ``compute.gpus_per_worker`` below 1
-                reduces it to this share.
+                the value for the GPU is None. A share ``compute.gpus_per_worker``
+                between 0 and 1, both excluded, reduces it to this share.
         """
         return resources.free_memory(config)
 
@@ -163,6 +164,11 @@ class LocalBackend:
         Returns:
             The numbers of all, readable and unreadable rows, and the path of the
             predictions.
+
+        Raises:
+            ConfigError: ``compute.encoder_runtime`` is not installed.
+            StorageError: The storage of an image cannot be reached now, or the
+                predictions cannot be written.
         """
         threads, model = num_threads(run.config), model.to(run.device)
         torch.set_num_threads(threads)
@@ -258,7 +264,8 @@ def evaluate_rows(
 
     If ``run.evaluate`` is False, nothing is computed, and the result is empty.
     Otherwise the network ``run.trained`` is moved to the device of the worker, and rank
-    0 writes ``alignment.json`` unless classes were merged or dropped.
+    0 writes ``alignment.json``, which says which clusters of different heads are the
+    same class, unless classes were merged or dropped. The metrics are not written here.
 
     Args:
         run: The trained run.
@@ -267,7 +274,10 @@ def evaluate_rows(
         worker: The process that evaluates. All ranks of a group must call this.
 
     Raises:
-        StorageError: The run has no checkpoint of discovery.
+        ConfigError: No labeled or no unlabeled training image can be read, or more
+            streamed images are unreadable than the configuration allows.
+        StorageError: The run has no valid checkpoint of discovery, or a file cannot be
+            read or written.
     """
     if not run.evaluate:
         return {}

@@ -146,7 +146,7 @@ def list_layers(
         For the name of each layer its values by dotted key, which may be none. The
         layers are "preset NAME", "recipe NAME", "method NAME", "data", "image size" (if
         the user gave "image_size") and "encoder NAME". A later layer wins over an
-        earlier one.
+        earlier one. A setting that is in no layer has the default of the schema.
 
     Raises:
         ConfigError: There is no such preset, recipe, method or encoder, the image size
@@ -343,7 +343,8 @@ def default_preset(given: Mapping[str, Any]) -> str:
         given: The dotted keys that the user has set.
 
     Returns:
-        ``scratch`` for benchmark data, and ``vectors`` for a source of vectors. For
+        ``scratch`` for benchmark data, and ``vectors`` for a source of vectors. (For
+        the digits :func:`list_layers` takes the preset ``digits`` without asking.) For
         other images, if neither the encoder nor its weights are set: ``scratch`` if
         ``model.finetune`` asks to train the encoder, else ``photos``. If one of them is
         set: ``photos`` if the weights are "pretrained", or are a file (.safetensors,
@@ -429,8 +430,10 @@ def from_keywords(settings: Mapping[str, Any]) -> dict[str, Any]:
     ``config``.
 
     Args:
-        settings: The keyword arguments, values by keyword. A path becomes text, and a
-            list of texts becomes one text with commas. Other values are not checked.
+        settings: The keyword arguments, values by keyword. A path becomes text, a list
+            of texts becomes one text with commas, and a NumPy scalar or a tensor
+            without dimensions becomes a Python value. Other values stay as they are.
+            No value is checked.
 
     Returns:
         The values by dotted key, such as "train.batch_size", or "image_size". Only what
@@ -465,8 +468,8 @@ def _plain(value: Any) -> Any:
     """Convert a Python value to the form in which a YAML file would hold it.
 
     A path becomes text, a list or tuple of texts becomes one text with commas unless it
-    is empty, and a NumPy scalar or a tensor without dimensions becomes a number. Other
-    values are returned unchanged.
+    is empty, and a NumPy scalar, or an array or tensor without dimensions, becomes a
+    Python value such as a number. Other values are returned unchanged.
     """
     if isinstance(value, os.PathLike):
         return os.fspath(value)
@@ -490,7 +493,8 @@ def suggest_name(name: str, names: Iterable[str], keyword: bool = False) -> str:
         name: The unknown name, without the dashes of an option.
         names: The names of all settings, with dashes.
         keyword: Whether the name is a Python keyword and not an option of a command.
-            The suggestions are then in quotes and with underscores.
+            The suggestions are then in quotes and with underscores, and the help is
+            ``uno discover --help-all``.
     """
     word, known = with_dashes(name), list(names)
     likely = [flag for flag in known if flag.endswith(f".{word}")][:3]

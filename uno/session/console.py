@@ -46,7 +46,10 @@ SILENT = ContextVar("SILENT", default=False)
 
 @contextmanager
 def suppress_output(silent: bool = True) -> Iterator[None]:
-    """Suppress printed lines except warnings, and progress bars, inside the block.
+    """Suppress progress bars, and printed lines that are no warnings, in the block.
+
+    This holds for :func:`print_line`, and for each :class:`Progress` that is made
+    inside the block.
 
     Args:
         silent: Whether to do so. If False, the block prints as usual, also inside
@@ -200,9 +203,10 @@ def format_metrics(metrics: Mapping[str, Any], in_a_bar: bool = False) -> str:
 class Progress(AbstractContextManager["Progress"]):
     """Show the progress of training and of other work on the console.
 
-    On a terminal and in a notebook, this is a live bar on stderr for each phase.
-    Elsewhere it is plain lines: one at every ``interval``-th step, or every ``every_s``
-    seconds if the metrics have this key, and one at the end of a phase.
+    On a terminal and in a notebook, this is a live bar for each phase. Elsewhere it is
+    plain lines: one at every ``interval``-th step, or every ``every_s`` seconds if the
+    metrics have this key, and one at the end of a phase. An object that is made inside
+    :func:`suppress_output` shows nothing.
 
     Args:
         stream: Where to show it; None for stderr.
@@ -231,9 +235,9 @@ class Progress(AbstractContextManager["Progress"]):
         Args:
             metrics: ``phase`` (str), ``step`` and ``total_steps`` (int) are required.
                 ``epoch``, ``epochs``, ``loss``, ``lr``, ``images_per_s`` and the other
-                names of :data:`METRIC_TEXTS` and :data:`MORE_METRIC_TEXTS` are shown if
-                they are there and not None. ``every_s`` is the least number of seconds
-                between two plain lines.
+                names of :data:`METRIC_TEXTS` are shown if they are there and not None,
+                and in plain lines also those of :data:`MORE_METRIC_TEXTS`. ``every_s``
+                is the least number of seconds between two plain lines.
         """
         if self._silent:
             return

@@ -87,7 +87,7 @@ def open_sets(
 ) -> Sets:
     """Open the data of a run for training and evaluation.
 
-    With ``data.loading`` "streaming" nothing is read here, and unreadable images are
+    With ``data.loading`` "streaming" no image is read here, and unreadable images are
     found during training. Otherwise all images are decoded into memory, or encoded by a
     frozen encoder, whose features are cached. Unreadable images are then left out, and
     a warning is printed.
@@ -243,7 +243,8 @@ def compute_local(
 
     Args:
         job: The images to encode, and the configuration.
-        encoder: The frozen encoder. It is moved to the device of this process.
+        encoder: The frozen encoder, or a :class:`~uno.encoders.runtimes.Runtime` of it.
+            It is moved to the device of this process.
         rows: The numbers of the rows among all rows of the job, int64 (n,).
 
     Yields:
@@ -252,6 +253,7 @@ def compute_local(
 
     Raises:
         ConfigError: The encoder returns numbers that are not finite.
+        StorageError: The storage of an image cannot be reached now.
     """
     device, threads = local_device(job.config), num_threads(job.config)
     return features.compute_local(job, encoder.to(device), rows, threads)
@@ -369,7 +371,7 @@ def load_features(
 def _warn_if_indistinct(
     encoded: Tensor, reasons: Sequence[str | None], advice: str
 ) -> None:
-    """Print a warning if the features of different rows hardly differ.
+    """Print a warning if features are all zero, all nearly the same, or huge.
 
     Args:
         encoded: Features (N, 1 + V, D), the evaluation view of each row first. The

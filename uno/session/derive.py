@@ -86,9 +86,10 @@ def resolve(
     """Complete the configuration of a run, and print what was decided and why.
 
     If the output directory holds a ``config.yaml`` and is not overwritten, the values
-    of that run are kept, and the data is not read. Otherwise the run is new: the data
-    is read, with a sample of its images, and decides the values that the user has not
-    set. ``data.loading`` and ``data.setting`` are not "auto" any more afterwards.
+    that were decided for that run are kept, and the data is not read. Otherwise the run
+    is new: the data is read, with a sample of its images, and decides the values that
+    the user has not set. ``data.loading`` and ``data.setting`` are not "auto" any more
+    afterwards.
 
     Args:
         config: The configuration before the data is read. Without ``output`` the run is
@@ -264,8 +265,9 @@ def _derive_vector_length(
         user.
 
     Raises:
-        ConfigError: The share of vectors with values that are not finite, or without
-            values, is above ``data.max_bad_fraction``.
+        ConfigError: The share of rows without a usable vector is above
+            ``data.max_bad_fraction``. A vector is unusable if it has numbers that are
+            not finite, has only zeros, or has another length than most.
     """
     rows, limit = task.rows, config.data.max_bad_fraction
     if (vectors := rows.vectors) is None:
@@ -372,10 +374,11 @@ def _derive_image_size(
     The size is the median of the shorter sides of a sample of images, down to a
     multiple of 4, between 8 and the limit of :data:`MOST_PIXELS` for the stem. The stem
     becomes "imagenet" for a median from 96 pixels, unless the user gave one or the
-    encoder is the small ResNet. If the user gave the size of the large view or that of
-    the stored images, both get this size, that of the view if both were given, and
-    nothing else is derived; the caller drops the keys that the user gave. Nothing is
-    derived if the encoder is not one of this package or has weights.
+    encoder is the small ResNet, for which "imagenet" becomes "cifar". If the user gave
+    the size of the large view or that of the stored images, both get this size, that of
+    the view if both were given, and nothing else is derived; the caller drops the keys
+    that the user gave. Nothing is derived if the encoder is not one of this package or
+    has weights.
 
     Args:
         config: The configuration so far.
@@ -428,9 +431,10 @@ def _derive_batch_size(
 
     Returns:
         ``train.batch_size`` by its key, and a line for the user. Both are empty if the
-        batch size of ``config`` stays, or if heads on features of a frozen encoder have
-        no epochs. If there are not enough rows even for the smallest batch, the value
-        is the largest one that was wanted, and training refuses it later.
+        batch size of ``config`` stays, or if the preset is "photos" or "vectors" and
+        discovery has no epochs. If there are not enough rows even for the smallest
+        batch, the value is the largest one that was wanted, and training refuses it
+        later.
     """
     most = wanted = config.train.batch_size
     if config.preset not in FROZEN_PRESETS:

@@ -35,11 +35,12 @@ def embed(
 ) -> None:
     """Write the features of all rows to a Parquet file: ``uno embed``.
 
-    Finished features are kept in the cache, so the same command resumes. A file that an
-    earlier ``uno embed`` has written is replaced. Rows that cannot be read are left
-    out, with a warning. The columns are the ids, labels, splits, texts and paths of the
-    rows, the number of the view, and the features. The encoder is always frozen here,
-    whatever ``config`` says.
+    With ``data.limit`` only some rows are taken. Finished features are kept in the
+    cache, so the same command resumes. A file that an earlier ``uno embed`` has written
+    is replaced. Rows that cannot be read are left out, with a warning. The columns are
+    the ids, labels, labels for evaluation, splits, texts and paths of the rows, as far
+    as the rows have them; the number of the view; and the features. The encoder is
+    always frozen here, whatever ``config`` says.
 
     Args:
         config: The configuration. ``config.data`` names the rows, ``config.model`` the
@@ -156,9 +157,8 @@ def _compute_features(
         D features of the N rows, float32 (N, 1 + V, D): first the evaluation view (the
         image without augmentation), then V random views, with V
         ``augment.num_cached_views``, or the further views that a source of vectors has.
-        They are zeros for rows that cannot be read, and
-        for the random views of test rows. For each row the reason why it cannot be
-        read, or None.
+        They are zeros for rows that cannot be read, and for the random views of test
+        rows. For each row the reason why it cannot be read, or None.
 
     Raises:
         ConfigError: The encoder has no weights, or they do not fit.
@@ -175,9 +175,9 @@ def _describe_rows(rows: Rows, folder: str) -> dict[str, pa.Array]:
 
     Args:
         rows: The N rows.
-        folder: The folder of the file, "" for the working directory. Paths of images
-            below it are stored relative to it, so that both can be moved together.
-            Other paths become null.
+        folder: The path or URI of the folder of the file. Paths of images below it are
+            stored relative to it, so that both can be moved together. Other paths
+            become null.
 
     Returns:
         String arrays of length N by name: "id", "label", "split", "eval_label", "text"

@@ -117,7 +117,8 @@ class TensorBoard:
         """Record the values of one training step in the directory of its phase.
 
         If the step is not larger than the last one, because training rolled back,
-        TensorBoard hides the steps that were recorded from this step on. Each phase has
+        TensorBoard hides the steps that were recorded from this step on. The first step
+        of a phase does the same with those of an interrupted command. Each phase has
         a separate directory, because TensorBoard hides all later steps of a directory,
         in every phase. The events are written to the disk at once. If the run directory
         is a URI, they are uploaded when the pause since the last upload is over, which
@@ -233,7 +234,8 @@ class MLflow:
 
     The experiment is ``MLFLOW_EXPERIMENT_NAME`` or "uno", on the server of
     ``MLFLOW_TRACKING_URI``. MLflow queues the metrics and sends them in its own
-    threads.
+    threads. The environment variables of :data:`MLFLOW_LIMITS` are set, unless they are
+    set already.
     """
 
     def __init__(self, record: Record) -> None:
@@ -356,6 +358,8 @@ class Loggers(AbstractContextManager["Loggers"]):
 
     def __call__(self, metrics: Mapping[str, Any]) -> None:
         """Send a line of metrics to all loggers, unless it has no finite loss.
+
+        The loggers get the phase, the step, and the numbers of :func:`scalars`.
 
         Args:
             metrics: Values by name. "phase" and "step" are required.

@@ -193,8 +193,8 @@ def report(target: str, given: Mapping[str, Any]) -> str:
             (``compute.*``), and where the data is now (``data.*``).
 
     Raises:
-        ConfigError: There is no such run, its ``config.yaml`` is damaged, or a setting
-            is refused.
+        ConfigError: There is no such run, its ``config.yaml`` is damaged, a setting is
+            refused, or this machine lacks the device that was asked for.
         StorageError: The report cannot be written.
     """
     run = open_stored_run(target, given)

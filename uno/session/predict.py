@@ -61,8 +61,9 @@ def predict(
             URI.
         given: Settings by dotted key: the source (``data.*``, such as "data.source"),
             the output directory ("output"), and where to compute (``compute.*``). With
-            any key of ``data.*``, "output" is required. "data.limit" is the number of
-            rows, evenly spaced over the source, or over the rows of the run. Without
+            any key of ``data.*``, "output" is required. "data.limit" is the largest
+            number of rows that are classified. They are evenly spaced over the source,
+            or over the rows of the run if "data.limit" is the only such key. Without
             "output" the predictions replace those in the directory of the run. Other
             keys are not read.
         embedding: Whether the table also has the features, the output of the encoder.

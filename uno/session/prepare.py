@@ -60,7 +60,8 @@ def open_run(
     Nothing is written into the directory of the run, with one exception: a former run,
     which a killed command with ``--overwrite`` has set aside, is moved back, or deleted
     if the new run has a checkpoint. What was decided is printed. Weights "pretrained"
-    are fetched if the directory lacks them, and are in ``first_files`` of the run.
+    are fetched if the directory lacks them or the run is overwritten, and are in
+    ``first_files`` of the run.
 
     Args:
         config: The configuration before the data is read, from
@@ -131,7 +132,7 @@ def open_stored_run(target: str, given: Mapping[str, Any]) -> Run:
     """Open a stored run, for a command that evaluates it or writes its report.
 
     The workers and the device of its training are replaced by this process, because
-    they may have been on another machine.
+    they may have been on another machine, unless ``given`` names others.
 
     Args:
         target: The directory, a path or URI.
@@ -143,8 +144,8 @@ def open_stored_run(target: str, given: Mapping[str, Any]) -> Run:
         are read at the first use of ``run.task``.
 
     Raises:
-        ConfigError: The directory holds no run or a damaged one, or this machine lacks
-            the device that was asked for.
+        ConfigError: The directory holds no run or a damaged one, a setting is refused,
+            or this machine lacks the device that was asked for.
     """
     storage = Storage(target)
     stored = flatten(directory.read_config_tree(storage))
@@ -223,7 +224,8 @@ def check_data(
     """Check the data of a run before anything is computed, and print the findings.
 
     Warnings and notes are printed, and last a line with the numbers of rows and
-    classes. Before an error only the table of ``in_full`` is printed.
+    classes. If a finding is an error, only the report of ``in_full`` is printed before
+    that is raised.
 
     Args:
         config: The configuration of the run, after its data was read.
@@ -232,13 +234,13 @@ def check_data(
             derived again if images are unreadable.
         read_images: Whether a sample of images is read. False for a run that resumes
             with unchanged data.
-        in_full: Whether to decode images for up to a minute, and to print the table of
-            classes, which includes the findings. It has no effect on images if
-            ``read_images`` is False.
+        in_full: Whether to decode images for up to a minute, and to print a report
+            with the table of classes, the findings and the notes in the place of single
+            lines. It decodes no images if ``read_images`` is False.
 
     Raises:
         ConfigError: The run cannot succeed with this data. The message is that of the
-            first error.
+            first finding that is an error; or the rows do not fill a batch of a phase.
     """
     seconds = CHECK_SECONDS if in_full else 0
     problems = check(task, config, seconds, batch_is_derived, read_images)
@@ -293,8 +295,9 @@ def _restore_former_run(storage: Storage) -> None:
 
     Such a command has set the former run of the directory aside, into its folder
     ``former/``. If the new run has no checkpoint yet, its files are deleted, the former
-    run is moved back, and a line is printed. If the new run has one, the former run is
-    deleted. The directory is locked meanwhile.
+    run is moved back, and a line is printed. If the new run has one, or the former run
+    was already being deleted, the former run is deleted. The directory is locked
+    meanwhile.
 
     Args:
         storage: The run directory. Nothing happens if it has no folder ``former/``.
@@ -319,8 +322,9 @@ def _require_separate_paths(config: Config, storage: Storage, is_run: bool) -> N
     Raises:
         ConfigError: If ``is_run``, the run to be overwritten holds the data, the
             weights or the list of known classes. Otherwise, the directory is inside the
-            folder of a source whose subfolders are read, such as a folder of classes,
-            where the run would be read as data the next time.
+            folder ``data.labeled``, or inside the folder of a ``data.source`` whose
+            subfolders are all read, where the run would be read as data the next time.
+            The folder ``data.unlabeled`` may hold it.
     """
     data = config.data
     if data.labeled is not None and data.unlabeled is not None:
@@ -348,9 +352,10 @@ def _require_separate_paths(config: Config, storage: Storage, is_run: bool) -> N
 
 
 def _is_below(path: str, folder: str) -> bool:
-    """Return whether a path or URI is a folder itself, or is inside the folder.
+    """Return whether a path or URI names a given folder, or lies inside that folder.
 
-    Relative local paths count from the working directory, and links are followed.
+    Relative local paths count from the working directory, and links are followed. URIs
+    are compared as text.
 
     Args:
         path: The path or URI of a file or folder, which need not exist.
@@ -409,8 +414,10 @@ def starting_weights(config: Config, overwrite: bool) -> bytes | None:
             directory holds are then not used.
 
     Returns:
-        The content of a safetensors file; without tensors if the run takes vectors.
-        None if ``model.weights`` names a file or a run, or is None.
+        The content of a safetensors file. If the run takes vectors, it has no tensors,
+        whatever ``model.weights`` is. Otherwise it has the weights that "pretrained"
+        asks for, and the result is None if ``model.weights`` names a file or a run, or
+        is None.
 
     Raises:
         ConfigError: The encoder cannot be built, the weights do not exist or cannot be

@@ -41,7 +41,8 @@ class _TorchWorker(distributed.GroupWorker):
         backend: Has the number of the rank and of all ranks.
         device: The device of this rank.
         asked_to_stop: Returns whether this rank has received a signal to stop.
-        show: Takes each line of metrics on rank 0.
+        show: Takes each line of metrics of this rank. On other ranks than 0 it does
+            nothing.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class TorchrunBackend(LocalBackend):
 
         Each rank decodes all images, so a rank gets an equal share of the machine's
         memory. Of its GPU it gets the whole free memory, or the share
-        ``compute.gpus_per_worker`` if that is below 1.
+        ``compute.gpus_per_worker`` if that is between 0 and 1, both excluded.
 
         Args:
             config: The configuration, which decides whether a GPU is used.

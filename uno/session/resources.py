@@ -216,9 +216,9 @@ def _image_budget(config: Config, memory: FreeMemory) -> tuple[float, str]:
 def store_bytes(config: Config, num_rows: int) -> int | None:
     """Return the size in bytes that Ray's object store gets on this machine.
 
-    Images in memory are in the store twice: as they are read, and as they are kept.
-    This is at most 60 % of the free main memory. Streamed images need a fixed size for
-    each worker, at most 30 % of the free main memory.
+    Images in memory are in the store twice: as they are read, and as they are kept. The
+    size is that of both and 750 MB more, at most 60 % of the free main memory. Streamed
+    images need 1.5 GB for each worker, at most 30 % of the free main memory.
 
     Args:
         config: The configuration of the run.
@@ -295,9 +295,9 @@ def estimate_training_bytes(config: Config, task: Task) -> dict[str, int]:
     Returns:
         Bytes by part: of the "network" with gradients and momentum, once for each
         worker, and of the "activations" of the encoder for the global batch of a step
-        of discovery, half of them in bfloat16. The latter are 0 if they are not
-        estimated, if discovery has no epochs, or if the encoder is frozen and its
-        features are cached.
+        of discovery, with 2 bytes a number in bfloat16 and 4 in float32. The latter are
+        0 if they are not estimated, if discovery has no epochs, or if the encoder is
+        frozen and its features are cached.
     """
     library = config.model.encoder.partition(":")[0]
     # vectors have small heads, which on that device import PyTorch's compiler

@@ -42,9 +42,9 @@ class Backend(Protocol):
     def train(self, run: Run, show: Show) -> dict[str, float]:
         """Train the phases of a run from their newest checkpoints, then evaluate it.
 
-        Finished phases are not trained again. If images are kept in memory, the rows of
-        ``run.task`` hold the decoded images, or the features of a frozen encoder,
-        afterwards.
+        Finished phases are not trained again. If the run is evaluated and images are
+        kept in memory, the rows of ``run.task`` hold the decoded images, or the
+        features of a frozen encoder, afterwards.
 
         Args:
             run: The run, inside ``run.locked()``, so that no other command writes into
@@ -199,6 +199,7 @@ class Run:
         of discovery, and kept. The network is on the CPU at first.
 
         Raises:
+            ConfigError: The data, which has the numbers of classes, cannot be read.
             StorageError: The run has no such checkpoint.
         """
         num_known, num_novel = self.task.num_known, self.task.num_novel
