@@ -274,6 +274,39 @@ def test_images_that_cannot_be_copied_and_images_inside_tables(
     assert "digit-0000.png cannot be copied: more than 10 bytes" in last
 
 
+def test_copies_end_like_images_where_ids_do_not(run, images, tmp_path):
+    """Also where the name with the number of the row is that of another image."""
+    names = [f"{folder}/digit-000{i}.png" for folder in "ab" for i in range(4)]
+    (images / "t.csv").write_text("path\n" + "\n".join(names))
+    uno("predict", run, "--data", images / "t.csv", "--folders", "--output", tmp_path)
+    copies = [path for path in (tmp_path / "by_class").rglob("*") if path.is_file()]
+    assert len([path for path in copies if path.suffix == ".png"]) == 8
+
+    ids = ["x.png", "2-x.png", "y/x.png"]
+    rows = [f"a/digit-0000.png,{name}" for name in ids]
+    (images / "u.csv").write_text("path,id\n" + "\n".join(rows))
+    out = tmp_path / "names"
+    uno("predict", run, "--data", images / "u.csv", "--folders", "--output", out)
+    assert len([*(out / "by_class").rglob("*.png")]) == 3
+
+
+def test_predictions_of_a_run_are_not_written_into_another_one(run, tmp_path, capsys):
+    write_model(tmp_path / "other")
+    (tmp_path / "other" / "config.yaml").write_text("{}")
+    line = refused(capsys, 2, "predict", run, "--output", tmp_path / "other")
+    assert "is the directory of a run" in line
+
+
+def test_classes_are_renamed_where_h5py_is_missing(run, capsys, caplog, monkeypatch):
+    uno("predict", run, "--csv")
+    (run / "predictions.h5ad").write_bytes(b"of another machine")
+    monkeypatch.setitem(sys.modules, "h5py", None)
+    uno("classes", run, "--rename", "5=nine")
+    assert "predictions.csv" in capsys.readouterr().out
+    assert "predictions.h5ad was not updated" in caplog.text
+    assert "nine" in (run / "classes.yaml").read_text()
+
+
 def test_classes_named_in_one_step(run, capsys):
     uno("predict", run)
     uno("classes", run, "--rename", "5=nine", "--rename", "novel-2=big cat")

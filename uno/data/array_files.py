@@ -269,10 +269,11 @@ def _standard_columns(
                 f"{path}: array {theirs} has the shape {column.shape}, not"
                 f" {(num_rows,)} as the rows of the embeddings"
             )
-        column = column.astype(str) if column.dtype.kind == "S" else column
         try:
+            if column.dtype.kind == "S":
+                column = np.char.decode(column, "utf-8")
             columns["path" if ours == "image" else ours] = pa.array(column)
-        except pa.ArrowException as error:
+        except (pa.ArrowException, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"{path}: {theirs} holds neither text nor numbers: {one_line(error)}"
             ) from None

@@ -588,10 +588,10 @@ def _find_copies(task: Task, in_full: bool) -> tuple[list[list[int]], str]:
     """Find rows with equal content.
 
     Images that are not stored together are read only if another one has the same size.
-    An image of unknown size, such as a remote file that a table names, or of more than
-    ``MAX_IMAGE_BYTES`` is left out without a note. Of images that are stored together,
-    such as in a row group, whole groups are compared if the limit allows at least one,
-    and single images otherwise. Images that cannot be read have no copies. For a source
+    An image of unknown size, such as a remote file that a table names, is left out, and
+    so is one of more than ``MAX_IMAGE_BYTES``. Of images that are stored together, such
+    as in a row group, whole groups are compared if the limit allows at least one, and
+    single images otherwise. Images that cannot be read have no copies. For a source
     of vectors the first views of all rows are compared, without a limit.
 
     Args:
@@ -602,7 +602,8 @@ def _find_copies(task: Task, in_full: bool) -> tuple[list[list[int]], str]:
 
     Returns:
         Groups of two or more row numbers with equal content, each ascending; and a text
-        that says how many images were compared, '' if the limit did not leave any out.
+        that says how many images were compared, '' if neither the limit nor an unknown
+        size of a remote image left any out.
     """
     images, rows = task.rows.images, np.arange(len(task.rows))
     if task.rows.vectors is not None:
@@ -611,6 +612,7 @@ def _find_copies(task: Task, in_full: bool) -> tuple[list[list[int]], str]:
         return [group for group in copies if reasons[group[0]] is None], ""
     keys = images.groups(rows)  # equal for images that are stored together
     sizes = images.sizes(rows)
+    num_unknown = int((sizes < 0).sum()) if images.is_remote else 0
     if keys is None:  # the sizes are those of the images, and not means of a group
         _, same, counts = np.unique(sizes, return_inverse=True, return_counts=True)
         kept = (sizes >= 0) & (sizes <= MAX_IMAGE_BYTES) & (counts[same] > 1)
@@ -623,10 +625,13 @@ def _find_copies(task: Task, in_full: bool) -> tuple[list[list[int]], str]:
     for row, digest in map_images(images, rows[chosen], _hash_image):
         if isinstance(digest, bytes):
             groups[digest].append(row)
-    note = ""
-    if len(chosen) < len(rows):
-        note = f"{len(chosen):,} of {len(rows):,} images were searched for duplicates"
-        note += "" if in_full else "; uno data check compares up to 2 GiB"
+    note, total = "", len(rows) + num_unknown
+    if len(chosen) < total:
+        note = f"{len(chosen):,} of {total:,} images were searched for duplicates"
+        if num_unknown:
+            note += "; the size of remote images that a table names is not known"
+        elif not in_full:
+            note += "; uno data check compares up to 2 GiB"
     return [sorted(group) for group in groups.values() if len(group) > 1], note
 
 

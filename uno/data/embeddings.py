@@ -11,7 +11,6 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, starmap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -537,20 +536,21 @@ def _read_parquet(source: str, path: str, options: ReadOptions) -> VectorFile:
     names = options.columns
     _, files = parquet_files(path, options.follow_links)
     tables.refuse_partitions(source, files, options)
-    parts, pictures, lists = list[pa.Table](), set[str](), list[_Lists]()
+    image, vector = (names.get(ours, ours) for ours in ("image", "embedding"))
+    parts, shards, with_images = list[pa.Table](), list[ParquetShard](), list[str]()
     for file in files:
         shard = ParquetShard(file.path)
         schema = shard.schema
         tables.check_names(file.path, schema.names, options)
         theirs = {ours: names.get(ours, ours) for ours in COLUMNS}
-        image, vector = names.get("image", "image"), theirs.pop("embedding")
+        del theirs["embedding"]
         if image in schema.names:
             kind = schema.field(image).type
             check_images(file.path, kind)
             if plain_type(kind) in TEXT:
                 theirs["path"] = image
             else:
-                pictures.add(image)
+                with_images.append(file.path)
         if vector not in schema.names:
             has = one_line(", ".join(schema.names))
             needs = "needs a column embedding, or --data.columns embedding=NAME"
@@ -561,29 +561,28 @@ def _read_parquet(source: str, path: str, options: ReadOptions) -> VectorFile:
                 )
             raise ConfigError(f"{file.path}: {needs}; it has {has}")
         _check_lists(file.path, schema.field(vector).type)
-        lists.append((shard, vector))
+        shards.append(shard)
         parts.append(tables.read_named_columns(shard, file.relative, theirs))
     table = tables.join_tables(source, parts)
-    if len(pictures) > 1:
-        raise ConfigError(f"{source}: the files name their image column differently")
     shown = None
-    if pictures:
-        shards = [shard for shard, _ in lists]
-        shown = ParquetImages(shards, pictures.pop(), [file.time for file in files])
-    values, reasons = _read_matrix(source, lists)
+    if with_images:
+        if len(with_images) < len(files):
+            raise ConfigError(
+                f"{source}: {len(with_images)} of {len(files)} files have a column"
+                f" {image} of pictures, e.g. {with_images[0]}; write it to all files or"
+                " to none"
+            )
+        shown = ParquetImages(shards, image, [file.time for file in files])
+    values, reasons = _read_matrix(source, shards, vector)
     columns = dict(zip(table.column_names, table.columns, strict=True))
     return VectorFile(values, columns, schema.names, reasons=reasons, pictures=shown)
 
 
-_Lists = tuple[ParquetShard, str]
-"""A Parquet file, and the name of its column of vectors."""
-
-
-def _read_lists(shard: ParquetShard, column: str) -> Iterator[Any]:
+def _read_lists(shards: Sequence[ParquetShard], column: str) -> Iterator[Any]:
     """Yield the lists of a column, cast to float32, some rows at a time.
 
     Args:
-        shard: The Parquet file.
+        shards: The Parquet files, which are read in this order.
         column: Name of the column.
 
     Yields:
@@ -591,11 +590,12 @@ def _read_lists(shard: ParquetShard, column: str) -> Iterator[Any]:
         a list is null.
 
     Raises:
-        ConfigError: The file is damaged or cannot be read.
+        ConfigError: A file is damaged or cannot be read.
     """
-    for group in range(shard.metadata.num_row_groups):
-        for batch in shard.batches(column, group):
-            yield batch.column(0).cast(LIST, safe=False)
+    for shard in shards:
+        for group in range(shard.metadata.num_row_groups):
+            for batch in shard.batches(column, group):
+                yield batch.column(0).cast(LIST, safe=False)
 
 
 def _check_lists(source: str, kind: Any) -> None:
@@ -627,16 +627,17 @@ def _check_lists(source: str, kind: Any) -> None:
 
 
 def _read_matrix(
-    source: str, columns: Sequence[_Lists]
+    source: str, shards: Sequence[ParquetShard], column: str
 ) -> tuple[np.ndarray, dict[int, str]]:
-    """Read columns of lists of numbers from several files as one matrix.
+    """Read a column of lists of numbers from several files as one matrix.
 
     D is the most frequent length of a list, the shortest one of several. A missing list
-    has the length 0. The columns are read twice: first the lengths, then the numbers.
+    has the length 0. The column is read twice: first the lengths, then the numbers.
 
     Args:
         source: The source, as the error message names it.
-        columns: Each file and the name of its column.
+        shards: The files.
+        column: The name of the column.
 
     Returns:
         float32 (R, D), with zeros for lists of another length, and NaN for a missing
@@ -648,14 +649,14 @@ def _read_matrix(
         StorageError: The disk has no space for the matrix.
     """
     lengths = [np.zeros(0, np.int64)]
-    for batch in chain.from_iterable(starmap(_read_lists, columns)):
+    for batch in _read_lists(shards, column):
         lengths.append(pa.compute.list_value_length(batch).fill_null(0).to_numpy())
     length = np.concatenate(lengths)
     width = int(np.bincount(length).argmax()) if len(length) else 0
     if width == 0:
         raise ConfigError(f"{source}: most rows have no vector")
     values, fits, start = new_array((len(length), width)), length == width, 0
-    for batch in chain.from_iterable(starmap(_read_lists, columns)):
+    for batch in _read_lists(shards, column):
         own = fits[start : start + len(batch)]
         numbers = pa.compute.list_flatten(batch.filter(pa.array(own)))
         values[start : start + len(batch)][own] = numbers.to_numpy(

@@ -43,6 +43,7 @@ from uno.data.embeddings import write_vectors
 from uno.data.files import (
     FileEntry,
     Storage,
+    is_transient,
     normalize_path,
     user_cache,
     with_remote_facts,
@@ -647,7 +648,8 @@ class FeatureCache:
             that the cache lacks, ascending.
 
         Raises:
-            StorageError: The cache directory cannot be listed.
+            StorageError: The cache directory cannot be listed, or the storage cannot be
+                reached now.
         """
         job, num = self._job, len(self._has_views)
         features = torch.zeros(num, job.num_views, job.num_features)
@@ -748,9 +750,12 @@ class FeatureCache:
             columns: The names of the columns.
 
         Returns:
-            The table, or None if the file is damaged or cannot be read. A warning is
+            The table, or None if the file is damaged or is gone. A warning is
             then logged, and the file is removed if that is possible. A file is also
             damaged if it lacks a column or its vectors do not have D numbers.
+
+        Raises:
+            StorageError: The storage cannot be reached now.
         """
         path = f"{self._job.folder}/{name}"
         kind = pa.list_(pa.float32(), self._job.num_features)
@@ -763,6 +768,8 @@ class FeatureCache:
                     raise StorageError(f"its columns are {one_line(schema)}")
                 return file.read(columns, use_threads=False)
         except StorageError as error:
+            if is_transient(error):  # the file may be whole
+                raise
             log.warning("recomputing a damaged file, %s/%s: %s", self.path, name, error)
             with suppress(StorageError):
                 self._storage.delete(path)

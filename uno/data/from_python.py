@@ -87,7 +87,7 @@ def _float_array(given: Any, what: str) -> np.ndarray:
         array = np.asarray(given)
         if array.dtype == object:
             array = _stacked(array)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         text = f"{what} must be numbers (N, D): {one_line(error)}"
         raise ConfigError(f"{text}{_fix(given)}") from None
     if array.dtype.kind not in "iuf":

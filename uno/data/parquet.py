@@ -377,8 +377,11 @@ class ParquetShard:
         self.path = path
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return what pickle makes a copy from: only the path, without the footer."""
-        return ParquetShard, (self.path,)
+        """Return what pickle makes a copy from: the absolute path, without the footer.
+
+        The copy may be in a process that runs in another directory.
+        """
+        return ParquetShard, (filesystem.full_path(self.path),)
 
     @cached_property
     def metadata(self) -> Any:
@@ -473,8 +476,7 @@ class ParquetShard:
 
         Args:
             group: Number of the row group in the file.
-            column: Name of the column. The size is 0 for a name that the file lacks,
-                and for a name with a dot.
+            column: Name of the column. The size is 0 for a name that the file lacks.
 
         Raises:
             ConfigError: The footer is damaged or cannot be read.
@@ -482,7 +484,7 @@ class ParquetShard:
         row_group = self.metadata.row_group(group)
         chunks = (row_group.column(i) for i in range(row_group.num_columns))
         with self.errors(f"row group {group} of"):
-            own = (c for c in chunks if c.path_in_schema.split(".")[0] == column)
+            own = (c for c in chunks if f"{c.path_in_schema}.".startswith(f"{column}."))
             return sum(c.total_compressed_size for c in own)
 
     def holds_only_paths(self, column: str) -> bool:

@@ -239,9 +239,8 @@ def make_pretrain_plan(
         )
     size = min(batch_size, num_labeled // workers * workers)
     if size == 0:
-        raise ConfigError(
-            f"too few labeled images ({num_labeled}) for {workers} workers"
-        )
+        what = "training images" if stream == PRETEXT else "labeled images"
+        raise ConfigError(f"too few {what} ({num_labeled}) for {workers} workers")
     return Plan(seed, num_labeled, 0, size, 0, num_labeled // size, stream)
 
 

@@ -12,7 +12,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import product
@@ -24,7 +24,7 @@ import pyarrow.compute
 
 from uno.data import files as filesystem
 from uno.data.columns import joined
-from uno.data.files import FileEntry, is_uri, valid_text
+from uno.data.files import FileEntry, full_path, is_uri, valid_text
 from uno.data.images import Image, Images
 from uno.data.labels import encode_labels
 from uno.data.rows import DEFAULT_OPTIONS, ReadOptions, Rows, split_of
@@ -134,10 +134,10 @@ class TarImages(Images):
     def reader(self) -> TarImages:
         """Return the object with which another process reads these images.
 
-        It is this object itself, which has the paths of the shards and no open file.
-        The shards must be at these paths on the node of that process, too.
+        It is a copy with the absolute paths of the shards, and it has no open file. The
+        shards must be at these paths on the node of that process, too.
         """
-        return self
+        return replace(self, shards=[full_path(path) for path in self.shards])
 
     @cached_property
     def _pieces(self) -> np.ndarray:

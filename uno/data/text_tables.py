@@ -60,7 +60,7 @@ def read_csv(path: str) -> TextTable:
 
     Spaces after a separator and around names of columns are ignored, and so are empty
     lines. Of comma, semicolon, tab and ``|``, the separator is the first one that gives
-    the first line the most columns. A note names it if it is not the comma.
+    the first line with text the most columns. A note names it if it is not the comma.
 
     Args:
         path: Local path or URI of the file.
@@ -77,7 +77,7 @@ def read_csv(path: str) -> TextTable:
             may have none).
     """
     text = _read_text(path)
-    first_line = text.splitlines()[0] if text else ""
+    first_line = next(filter(None, text.splitlines()), "")
     separator = _separator_of(first_line)
     reader = csv.reader(
         io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True
@@ -197,10 +197,11 @@ def _read_text(path: str) -> str:
     try:
         text = data.decode(encoding)
     except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
+        wrong = error.object  # without the byte order mark
+        line = wrong.count(b"\n", 0, error.start) + 1
         raise ConfigError(
             f"cannot read {path}: it is not {encoding.removesuffix('-sig').upper()}"
-            f" (line {line}, byte 0x{data[error.start]:02x}), perhaps cp1252 or"
+            f" (line {line}, byte 0x{wrong[error.start]:02x}), perhaps cp1252 or"
             " latin-1: in Excel save as 'CSV UTF-8', or convert it: iconv -f CP1252 -t"
             " UTF-8 OLD > NEW"
         ) from None

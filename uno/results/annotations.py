@@ -8,6 +8,7 @@ because the formats of their files are documented.
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -27,6 +28,8 @@ from uno.results.folders import CSV_FILE, write_csv
 from uno.results.predictions import COLUMNS, read_batches, read_columns, read_identity
 
 FACTS = ("id", "uri", "class_name", "kind", "probability")
+log = logging.getLogger(__name__)
+
 CELLS_FILE = "predictions.h5ad"
 EMBEDDING = "X_uno"  # array of obsm in CELLS_FILE
 
@@ -283,7 +286,7 @@ def write_cells(storage: Storage, target: Storage) -> str:
         numbers = pa.compute.list_flatten(vectors).to_numpy()
         width = len(numbers) // max(1, is_there.sum())
         arrays[EMBEDDING] = np.full((len(ids), width), np.nan, np.float32)
-        arrays[EMBEDDING][is_there] = numbers.reshape(-1, width)
+        arrays[EMBEDDING][is_there] = numbers.reshape(is_there.sum(), width)
     target.write(CELLS_FILE, format_h5ad(ids, columns, arrays))
     return target.below(CELLS_FILE)
 
@@ -387,15 +390,26 @@ def update_tables(storage: Storage) -> list[str]:
     Args:
         storage: The run, whose predictions have changed and are complete.
 
+    A warning is logged if ``predictions.h5ad`` cannot be written because h5py is not
+    installed.
+
     Returns:
         The names of the files that existed and were replaced.
 
     Raises:
         StorageError: A file of the predictions is missing or damaged, or a table cannot
             be written.
-        ModuleNotFoundError: There is a ``predictions.h5ad``, and h5py is not installed.
     """
-    present = {name: write for name, write in TABLES.values() if storage.exists(name)}
-    for write in present.values():
-        write(storage, storage)
-    return [*present]
+    updated = list[str]()
+    for name, write in TABLES.values():
+        if storage.exists(name):
+            try:
+                write(storage, storage)
+                updated.append(name)
+            except ModuleNotFoundError as error:
+                log.warning(
+                    "%s was not updated and still has the previous classes: %s",
+                    storage.below(name),
+                    one_line(error),
+                )
+    return updated

@@ -1,6 +1,7 @@
 """Write predictions for people: as a CSV file, and as copies of the images by class."""
 
 import codecs
+import os
 import re
 from collections.abc import Callable
 from io import BytesIO
@@ -13,10 +14,10 @@ from PIL import Image as Pillow
 
 from uno.data import output
 from uno.data.decode import BadImage, read_header
-from uno.data.files import Storage, read_bytes
-from uno.data.images import Image
+from uno.data.files import Storage, read_bytes, split
+from uno.data.images import Image, is_image
 from uno.data.rows import Rows
-from uno.errors import ConfigError, StorageError
+from uno.errors import ConfigError, StorageError, one_line
 from uno.limits import MAX_IMAGE_BYTES
 from uno.results.classes import REJECTED
 from uno.results.predictions import COLUMNS, read_batches, read_identity
@@ -77,8 +78,8 @@ def sort_images(
     INDEX is the index of the predicted class with at least three digits, and NAME is
     its name. Images of dropped classes go to ``by_class/rejected/``. Rows that could
     not be read in the prediction are left out. A copy is named by the last part of the
-    row's id. If that has no dot, and the image has no file of its own, the suffix of
-    the image's format is added. The row number is put in front if the name is taken. In
+    row's id. If that does not end like an image, the suffix of the image's file or
+    format is added. The row number is put in front if the name is taken. In
     the names of folders and files, each run of characters other than ASCII letters,
     digits and ``._-`` becomes one ``_``, and long names are cut off at the front.
     ``by_class/made_from.json`` says which predictions the images belong to. A repeated
@@ -135,10 +136,12 @@ def sort_images(
                     " correct the column of pictures, or predict without --folders"
                 ) from None
             stem = _safe(prediction["id"].rpartition("/")[2])
-            stem = stem if "." in stem else stem + suffix
+            has_suffix = is_image(stem) or stem.endswith(suffix)
+            stem = stem if has_suffix else _safe(stem + suffix)
             name = f"{FOLDER}/{folder}/{stem}"
-            if name.casefold() in used:
-                name = f"{FOLDER}/{folder}/{row}-{stem}"
+            while name.casefold() in used:
+                stem = f"{row}-{stem}"
+                name = f"{FOLDER}/{folder}/{stem}"
             used.add(name.casefold())
             storage.write(name, content)
             on_progress(len(used), len(data))
@@ -166,8 +169,8 @@ def _encode(image: Image) -> tuple[bytes, str]:
 
     Returns:
         The encoded image, unchanged if ``image`` is a path, a URI or bytes. The suffix
-        is "" for a path or URI, the format such as ".jpeg" for bytes, and ".png" for
-        pixels.
+        is that of the name for a path or URI, the format such as ".jpeg" for bytes, and
+        ".png" for pixels.
 
     Raises:
         StorageError: The image file cannot be read.
@@ -178,10 +181,11 @@ def _encode(image: Image) -> tuple[bytes, str]:
         try:
             content = read_bytes(image, MAX_IMAGE_BYTES)
         except OSError as error:
-            raise StorageError(f"cannot copy {image}: {error.strerror}") from None
+            why = one_line(error.strerror or error)
+            raise StorageError(f"cannot copy {image}: {why}") from None
         if len(content) > MAX_IMAGE_BYTES:
             raise BadImage(f"more than {MAX_IMAGE_BYTES:,} bytes")
-        return content, ""
+        return content, os.path.splitext(split(image)[1])[1]
     if isinstance(image, bytes):
         return image, f".{read_header(image).format.lower()}"
     buffer = BytesIO()

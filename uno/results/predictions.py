@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -62,7 +62,8 @@ COLUMNS = {
     "reason": pa.string(),  # why the image could not be read
     "model_hash": pa.string(),
 }
-EMBEDDING = pa.list_(pa.float32())
+# Parquet files call the numbers of a list "element".
+EMBEDDING = pa.list_(pa.field("element", pa.float32()))
 log = logging.getLogger(__name__)
 DIFFERENCES = {
     "model_hash": "of another model",
@@ -442,10 +443,13 @@ class PredictionWriter:
         self.part_rows = partition_rows(self.num_rows)
         self.storage, self._parts = storage, dict[int, list[pa.Table]]()
         self._num_parts = -(-self.num_rows // self.part_rows)
-        self.complete = self._claim(replace)
-        self._missing = (
-            set() if self.complete else {*range(self._num_parts)} - self._find_stored()
-        )
+        was_complete, stored = self._claim(replace), self._find_stored()
+        self._missing = {*range(self._num_parts)} - stored
+        self.complete = was_complete and not self._missing
+        if was_complete and self._missing:  # a file was deleted or damaged since
+            _write_mark(storage, self.identity, self.part_rows, "incomplete")
+        if not self.complete:
+            self._delete_others(stored)
         self.num_done = self.num_rows - sum(
             len(self.rows_of(number)) for number in self._missing
         )
@@ -578,15 +582,12 @@ class PredictionWriter:
                 f"{storage.below(FOLDER)} holds predictions {what}; choose another"
                 " --output, or empty it"
             )
-        # other partitions are told by their metadata, and deleted by _find_stored
+        # other partitions are told by their metadata, and deleted by _delete_others
         _write_mark(storage, self.identity, self.part_rows, "incomplete")
         return False
 
     def _find_stored(self) -> set[int]:
         """Find the partitions whose files are whole and belong to these predictions.
-
-        All other files in the folder are deleted, except for the mark of the
-        predictions (:data:`MARK`).
 
         Returns:
             The numbers of the partitions that were found.
@@ -596,10 +597,18 @@ class PredictionWriter:
         there = [name for name in names if name in numbers]
         checked = prefetch_map(self._is_whole, there, READERS, READERS)
         whole = {name for name, is_whole in checked if is_whole}
-        for name in names:
-            if name != MARK and name not in whole:
-                self.storage.delete(name)
         return {numbers[name] for name in whole}
+
+    def _delete_others(self, stored: Collection[int]) -> None:
+        """Delete the files in the folder that are no part of these predictions.
+
+        Args:
+            stored: The numbers of the partitions that are kept.
+        """
+        kept = {MARK, *(PART.format(number) for number in stored)}
+        for name in self.storage.list(FOLDER):
+            if f"{FOLDER}/{name}" not in kept:
+                self.storage.delete(f"{FOLDER}/{name}")
 
     def _is_whole(self, name: str) -> tuple[str, bool]:
         """Check whether the file of a partition belongs to these predictions.

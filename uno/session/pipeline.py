@@ -18,6 +18,7 @@ import uno.runs.run as training
 from uno.config import Config, flatten, to_dict
 from uno.data import features
 from uno.data.files import Storage
+from uno.data.splits import train_rows
 from uno.data.unreadable import BAD_SAMPLES
 from uno.encoders.build import require_encoder
 from uno.errors import ConfigError, StorageError
@@ -40,7 +41,7 @@ from uno.runs import DISCOVER, PHASES, REPORT_FILE, RESULTS_FILE, directory
 from uno.runs.checkpoint import checkpoint_steps
 from uno.runs.former import keep_until_replaced
 from uno.session.console import Progress, interrupt_on_signal, print_line
-from uno.session.data import Show
+from uno.session.data import Show, config_for_readable_rows
 from uno.session.loggers import Loggers
 from uno.session.predict import predict_run
 from uno.session.prepare import (
@@ -363,7 +364,13 @@ def plan_run(
     check_run(run, in_full=True)
     for line in describe_run(run.config, run.phases):
         print_line(line)
-    plans = training.plans(run.config, *run.task.sizes, run.config.compute.num_workers)
+    usable = run.task.rows.usable  # of vectors; images may prove unreadable later
+    config = config_for_readable_rows(
+        run.config, run.task, usable, run.batch_is_derived
+    )
+    rows = train_rows(run.task, usable)
+    sizes = len(rows["labeled"]), len(rows["unlabeled"])
+    plans = training.plans(config, *sizes, config.compute.num_workers)
     for name in run.phases:
         if (plan := plans.get(name)) is not None:
             steps = plural(plan.steps_per_epoch, "step")

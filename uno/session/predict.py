@@ -74,9 +74,9 @@ def predict(
 
     Raises:
         ConfigError: The source cannot be read or does not fit the model, "output" is
-            missing, the output directory of a source is that of a run, it holds
-            predictions of another model or other data, or ``folders`` is asked for
-            vectors without images.
+            missing, the output directory is that of another run, or of a run if there
+            is a source, it holds predictions of another model or other data, or
+            ``folders`` is asked for vectors without images.
         StorageError: There is no trained model, or a file is damaged.
         Interrupted: The user stopped it. Finished parts of the table are kept.
     """
@@ -93,7 +93,8 @@ def predict(
         raise ConfigError(
             "--data and --limit need --output DIR, the place for the predictions"
         )
-    if data and Storage(str(given["output"])).exists(CONFIG_FILE):
+    other = Storage(str(given["output"])) if "output" in given else storage
+    if (data or other.uri != storage.uri) and other.exists(CONFIG_FILE):
         raise ConfigError(
             f"--output {given['output']} is the directory of a run, which keeps the"
             " predictions of its own data; choose another --output"

@@ -240,7 +240,7 @@ def check_data(
 
     Raises:
         ConfigError: The run cannot succeed with this data. The message is that of the
-            first finding that is an error; or the rows do not fill a batch of a phase.
+            first finding that is an error.
     """
     seconds = CHECK_SECONDS if in_full else 0
     problems = check(task, config, seconds, batch_is_derived, read_images)
@@ -255,7 +255,6 @@ def check_data(
     for line in lines:
         print_line(line)
     labeled, unlabeled = task.sizes
-    training.plans(config, labeled, unlabeled, config.compute.num_workers)
     known = plural(len(task.known), "known class", "known classes")
     rows = f"{plural(labeled, 'labeled image')} of {known}, {unlabeled:,} unlabeled"
     test, unseen = int((~task.rows.is_train).sum()), int((~task.is_train).sum())
@@ -322,20 +321,19 @@ def _require_separate_paths(config: Config, storage: Storage, is_run: bool) -> N
     Raises:
         ConfigError: If ``is_run``, the run to be overwritten holds the data, the
             weights or the list of known classes. Otherwise, the directory is inside the
-            folder ``data.labeled``, or inside the folder of a ``data.source`` whose
-            subfolders are all read, where the run would be read as data the next time.
-            The folder ``data.unlabeled`` may hold it.
+            folder ``data.labeled`` or ``data.unlabeled``, or inside the folder of a
+            ``data.source`` whose subfolders are all read, where the run would be read
+            as data the next time.
     """
     data = config.data
     if data.labeled is not None and data.unlabeled is not None:
-        reads_subfolders, folder = True, ("--labeled", data.labeled)
-        inputs = [folder, ("--unlabeled", data.unlabeled)]
+        reads_subfolders = True
+        folders = [("--labeled", data.labeled), ("--unlabeled", data.unlabeled)]
     else:
         kind, path = locate_source(data)
         reads_subfolders = kind in SOURCES and SOURCES[kind].reads_subfolders
-        folder = "--data", path
-        inputs = [folder]
-    inputs += [("--weights", config.model.weights or "")]
+        folders = [("--data", path)]
+    inputs = [*folders, ("--weights", config.model.weights or "")]
     inputs += [("--known-classes", data.known_classes or "")]
     for option, path in inputs if is_run else ():
         if path and _is_below(path, storage.uri):
@@ -343,12 +341,12 @@ def _require_separate_paths(config: Config, storage: Storage, is_run: bool) -> N
                 f"{option} {path} is inside --output {storage.uri}, which --overwrite"
                 " empties; move it out of there, or choose another --output"
             )
-    option, path = folder
-    if not is_run and reads_subfolders and _is_below(storage.uri, path):
-        raise ConfigError(
-            f"--output {storage.uri} is inside {option} {path}, where the run would be"
-            " read as data the next time; choose another --output"
-        )
+    for option, path in folders if reads_subfolders and not is_run else ():
+        if _is_below(storage.uri, path):
+            raise ConfigError(
+                f"--output {storage.uri} is inside {option} {path}, where the run would"
+                " be read as data the next time; choose another --output"
+            )
 
 
 def _is_below(path: str, folder: str) -> bool:

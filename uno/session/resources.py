@@ -355,7 +355,7 @@ def estimate_activation_bytes(encoder: nn.Module, side: int) -> int:
 def _format_size(num_bytes: float) -> str:
     """Return a number of bytes with its unit, such as ``564 MB`` (1 MB is 10^6)."""
     for unit in ("bytes", "kB", "MB", "GB"):
-        if num_bytes < 1000:
+        if num_bytes < 999.5:
             return f"{num_bytes:.3g} {unit}"
         num_bytes /= 1000
     return f"{num_bytes:.4g} TB"

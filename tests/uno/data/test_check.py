@@ -284,3 +284,16 @@ def test_clusters_need_more_unlabeled_images(setting, unlabeled, facts):
     errors = messages(task, config, "error")
     assert len(errors) == (facts is not None)
     assert all(fact in errors[0] for fact in facts or ())
+
+
+def test_remote_images_of_unknown_size_are_said_not_to_be_compared(tmp_path):
+    remote = Storage("mock:///data")
+    names = [f"{number}.png" for number in range(40)]
+    for number, name in enumerate(names):
+        remote.write(name, encoded(pixels(number % 39)))
+    rows = [f"{name},{label}" for name, label in zip(names, LABELS, strict=True)]
+    (tmp_path / "t.csv").write_text("path,label\n" + "\n".join(rows))
+    source = f"table:{tmp_path}/t.csv"
+    config = config_of(data__source=source, data__image_folder=remote.uri)
+    notes = messages(read_task(config), config, "note", 60)
+    assert any("0 of 40 images were searched for duplicates" in n for n in notes)

@@ -408,3 +408,11 @@ def test_a_column_of_pictures_may_be_empty(tmp_path):
     """A program that has no pictures may write the column ``path`` all the same."""
     path = stored(tmp_path / "v.parquet", embedding=list(drawn(3)), path=[None] * 3)
     assert rows_of(path).images.paths(np.arange(3)) == [None] * 3
+
+
+def test_pictures_in_only_some_files_of_vectors_are_refused(tmp_path):
+    table = {"embedding": [[1.0, 2.0]] * 3, "label": ["a", "b", None]}
+    pq.write_table(pa.table(table | {"image": [b"png"] * 3}), tmp_path / "a.parquet")
+    pq.write_table(pa.table(table), tmp_path / "b.parquet")
+    line = failure(read, f"vectors:{tmp_path}")
+    assert "1 of 2 files have a column image of pictures, e.g." in line

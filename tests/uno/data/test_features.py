@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pyarrow as pa
@@ -288,6 +288,19 @@ def test_a_damaged_file_is_noticed_and_computed_again(tmp_path, caplog, damage):
     assert re.fullmatch(rf".*{tmp_path.name}/{job.folder}/{second.name}.*", line)
     assert second not in parts(tmp_path)
     assert encode(tmp_path, job).encoded_now == []
+
+
+def test_a_file_that_cannot_be_reached_for_a_moment_is_kept(tmp_path):
+    job = job_of()
+    encode(tmp_path, job)
+    before = parts(tmp_path)
+    error = OSError("AWS Error SLOW_DOWN: please reduce your request rate")
+    with (
+        patch.object(features.pq, "ParquetFile", side_effect=error),
+        pytest.raises(StorageError, match="SLOW_DOWN"),
+    ):
+        encode(tmp_path, job)
+    assert parts(tmp_path) == before
 
 
 def test_a_cache_that_cannot_be_written_is_one_line_before_any_work(tmp_path):

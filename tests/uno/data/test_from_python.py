@@ -146,6 +146,7 @@ def test_masked_and_huge_numbers_make_a_row_unusable(vectors):
         (scipy.sparse.coo_array(np.eye(4)), ["sparse", "TruncatedSVD"]),
         (torch.eye(4).to_sparse(), ["to_dense"]),
         ([[1.0, 2.0], [1.0]], ["np.stack"]),
+        ([[10**400, 1]], ["too large"]),
         (np.array([np.ones(2), np.ones(3)], object), ["same shape", "np.stack"]),
         (np.array([np.ones(2), None], object), ["np.stack"]),
         (["a.jpg"], ["(N, D)", "U5"]),

@@ -108,6 +108,20 @@ def test_another_encoding_is_refused_with_the_line_and_the_way_to_save(
     assert_refused(facts, read, write_table(folder, text, encoding=encoding))
 
 
+def test_the_error_of_another_encoding_counts_after_a_byte_order_mark(folder):
+    text = csv_text().replace("dog", "caf")
+    path = write_table(folder, text, encoding="utf-8-sig").removeprefix("table:")
+    content = Path(path).read_bytes().replace(b"caf", b"caf\xe9")
+    Path(path).write_bytes(content)
+    line = failure(read, f"table:{path}")
+    assert "line 3, byte 0xe9" in line
+
+
+def test_an_empty_line_before_the_names_of_columns(folder):
+    rows = read(write_table(folder, "\n\n" + csv_text(";")))
+    assert rows.labels.to_pylist() == ["cat", "dog", None]
+
+
 @pytest.mark.parametrize(
     ("settings", "fact"),
     [
@@ -306,6 +320,11 @@ KNOWN = np.array(["a", "", "b", "b", "", "a"])
             "label=y",
             ["0", "1", None, "0", "1", "1"],
         ),
+        (
+            {"features": VALUES, "label": np.array(["Käse".encode(), b""] * 3)},
+            "",
+            ["Käse", None] * 3,
+        ),
     ],
 )
 def test_arrays_of_an_npz_file_are_embeddings_and_columns(
@@ -326,6 +345,10 @@ def test_arrays_of_an_npz_file_are_embeddings_and_columns(
             ["train (6, 3)", "--data.columns embedding=train"],
         ),
         (
+            {"embedding": VALUES, "label": np.array(["Käse".encode("latin-1")] * 6)},
+            ["label holds neither text nor numbers"],
+        ),
+        (
             {"embedding": VALUES, "label": KNOWN[:1]},
             ["array label has the shape (1,)"],
         ),
@@ -335,7 +358,13 @@ def test_arrays_of_an_npz_file_are_embeddings_and_columns(
         ),
         ({"embedding": VALUES, "y": KNOWN}, ["--data.columns label=y"]),
     ],
-    ids=["two embeddings", "shape", "objects", "label of another name"],
+    ids=[
+        "two embeddings",
+        "bytes of another encoding",
+        "shape",
+        "objects",
+        "label of another name",
+    ],
 )
 def test_arrays_that_are_not_clear_are_asked_for(tmp_path, arrays, facts):
     np.savez(tmp_path / "v.npz", **arrays)

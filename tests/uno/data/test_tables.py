@@ -220,6 +220,22 @@ def test_rows_are_what_they_are_when_all_is_read(shards, bucket, source):
     assert [part[i] for i in range(17)] == expected
 
 
+def test_images_of_a_relative_path_are_read_in_another_directory(
+    shards, tmp_path_factory, monkeypatch
+):
+    monkeypatch.chdir(shards)
+    travelled = pickle.dumps(read("parquet:.").images.reader())
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    assert pickle.loads(travelled).read_images(np.arange(1)) == [encoded(pixels(0))]
+
+
+def test_a_column_with_a_dot_in_its_name_has_sizes(tmp_path):
+    table = {"image.png": [encoded(pixels(0)), encoded(pixels(1))]}
+    write_parquet(tmp_path, table)
+    images = read(f"parquet:{tmp_path}", columns="image=image.png").images
+    assert min(images.sizes(np.arange(2))) > 50
+
+
 def test_a_row_group_is_read_once(shards, read_row_group):
     """Kills: a read per row, a cache without a limit, bytes that travel with the
     references.

@@ -494,6 +494,16 @@ def test_a_shard_that_is_gone_when_images_are_read_is_one_line(tmp_path):
     assert "cannot read" in failure(rows.images.read_images, np.arange(1))
 
 
+def test_images_of_a_relative_path_are_read_in_another_directory(
+    tmp_path, tmp_path_factory, monkeypatch
+):
+    write_tar(tmp_path / "a.tar", one())
+    monkeypatch.chdir(tmp_path)
+    travelled = read_rows(DataConfig(source="tar:a.tar")).images.reader()
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    assert travelled.read_images(np.arange(1)) == [IMAGE]
+
+
 def test_a_shard_whose_folders_are_the_classes_is_refused_with_a_way_out(tmp_path):
     members = [("cat/1.png", IMAGE), ("dog/2.png", IMAGE)]
     config = DataConfig(source=write_tar(tmp_path / "t.tar", members), num_novel=1)

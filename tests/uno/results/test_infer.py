@@ -241,6 +241,21 @@ def test_all_digits_in_order(tmp_path, model, digits):
     torch.testing.assert_close(embedding[700], single.features[0], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("embedding", [False, True])
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"x")])
+def test_a_partition_that_was_lost_is_predicted_again(
+    tmp_path, model, monkeypatch, damage, embedding
+):
+    monkeypatch.setattr(predictions, "partition_rows", lambda num_rows: 700)
+    whole = predict_all(model, read_digits(), tmp_path, embedding)
+    damage(tmp_path / predictions.FOLDER / "part-000001.parquet")
+    writer = writer_of(model, read_digits(), tmp_path, embedding)
+    assert writer.missing == [1] and not writer.complete
+    again = predict_all(model, read_digits(), tmp_path, embedding)
+    assert again.equals(whole)
+    assert writer_of(model, read_digits(), tmp_path, embedding).complete
+
+
 def test_every_damaged_file_has_a_row(tmp_path, model):
     readable = write_damaged(tmp_path / "in")
     rows = images_of(tmp_path / "in")

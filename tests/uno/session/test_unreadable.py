@@ -203,3 +203,21 @@ def test_a_run_inside_a_source_that_reads_its_subfolders_is_refused(tmp_path, ki
             **encoder,
         )
     assert not (tmp_path / "known" / "run").exists()
+
+
+@pytest.mark.parametrize("inside", ["labeled", "unlabeled"])
+def test_a_run_inside_one_of_two_folders_is_refused(tmp_path, inside):
+    settings = settings_of("clustering", tmp_path, classes="abc")
+    names = ("preset", "model.encoder", "weights", "compute.cache", "image_size")
+    folders = {"labeled": f"{tmp_path}/known", "unlabeled": f"{tmp_path}/unknown"}
+    shutil.copytree(tmp_path / "known", tmp_path / "unknown")
+    output = Path(folders[inside]) / "run"
+    with pytest.raises(ConfigError, match=f"inside --{inside} .* the next time"):
+        uno.discover(
+            **folders,
+            num_novel=1,
+            output=str(output),
+            quiet=True,
+            **{name: settings[name] for name in names},
+        )
+    assert not output.exists()

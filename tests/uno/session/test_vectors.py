@@ -10,11 +10,16 @@ import pytest
 import torch
 
 import uno
+from uno.config import Config, override
+from uno.data.embeddings import given_vectors
+from uno.data.sources import read_rows
+from uno.data.splits import make_task
 from uno.errors import ConfigError
 from uno.results.export import export
 from uno.session.api import store_embeddings
 from uno.session.configure import from_keywords
 from uno.session.predict import predict
+from uno.session.prepare import check_data
 
 FEW = {
     "compute.threads": 1,
@@ -179,3 +184,20 @@ def test_what_does_not_fit_a_model_of_vectors_is_refused(run, tmp_path):
     ):
         with pytest.raises(ConfigError, match=message):
             model.predict(images)
+
+
+def test_a_batch_is_checked_with_the_rows_that_can_be_used(tmp_path):
+    """A batch of 496 of 497 usable rows divides among two workers; of all 500 rows it
+    would have an odd number of labeled ones.
+    """
+    rows = np.random.default_rng(0).normal(size=(500, 8)).astype(np.float32)
+    rows[-3:] = np.nan
+    labels = [i % 2 if i < 100 else None for i in range(500)]
+    settings = {"data.num_novel": 2, "method": "uno", "train.batch_size": 496}
+    settings |= {"compute.num_workers": 2, "data.max_bad_fraction": 0.1}
+    given_vectors(rows, labels).store(f"{tmp_path}/v.parquet")
+    config = override(
+        Config(), settings | {"data.source": f"vectors:{tmp_path}/v.parquet"}
+    )
+    task = make_task(read_rows(config.data), config.data)
+    check_data(config, task, batch_is_derived=True)
