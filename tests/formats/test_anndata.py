@@ -171,3 +171,15 @@ def test_anndata_reads_predictions_and_embeddings(tmp_path):
         else:
             assert cell["class_name"] != cell["class_name"]  # NaN
             assert np.isnan(cells[name].obsm["X_uno"]).all()
+
+
+def test_predictions_without_a_readable_image_are_exported(tmp_path):
+    import anndata
+
+    write_model(tmp_path / "run")
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "broken.png").write_bytes(b"no image")
+    predict = ["predict", str(tmp_path / "run"), "--data", f"folder:{tmp_path}/images"]
+    assert cli.main([*predict, "--output", str(tmp_path), "--embedding"]) == 0
+    assert cli.main(["export", str(tmp_path), "--format", "h5ad"]) == 0
+    assert len(anndata.read_h5ad(tmp_path / "predictions.h5ad")) == 1
