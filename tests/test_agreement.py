@@ -226,7 +226,7 @@ def train(situation: Situation, folder: Path, *more: object) -> list[Picture]:
     options = MODELS[situation.model] | {
         "data": write_source(folder / "source", situation.trained_on, pictures),
         "num-novel": situation.num_novel,
-        "train.batch-size": 16,
+        "train.batch-size": 12,
         "compute.threads": 1,
         "output": folder / "run",
     }
