@@ -1343,25 +1343,16 @@ def differing_keys(old: Mapping[str, Any], new: Config) -> list[str]:
 def config_hash(config: Config) -> str:
     """Return a hash, 12 hex digits, of the settings that may not change on resume.
 
-    Those for logging, checkpoints and the place of execution do not change the hash,
-    see :func:`may_change_on_resume`.
+    They are those that can change what is learned. Those for logging, checkpoints and
+    the place of execution do not change the hash, see :func:`may_change_on_resume`.
     """
-    return hashlib.sha256(
-        json.dumps(training_settings(config), sort_keys=True).encode()
-    ).hexdigest()[:12]
-
-
-def training_settings(config: Config) -> dict[str, Any]:
-    """Return the settings that may not change when a run resumes, by dotted key.
-
-    They are those that can change what is learned. Settings for logging, checkpoints
-    and the place of execution are left out, see :func:`may_change_on_resume`.
-    """
-    return {
+    settings = {
         key: value
         for key, value in flatten(to_dict(config)).items()
         if not may_change_on_resume(key)
     }
+    text = json.dumps(settings, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 # ten times as fast, written in C

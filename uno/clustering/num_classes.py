@@ -466,7 +466,10 @@ def find_hidden(
             counts[second] = 0
         heights.append(mixed if is_real else CEILING)
         f1.append(class_f1(table, total))
-    parts = [_halves_mixing(clustering, labels == c, seed) for c in classes]
+    smoothed = smooth_rows(
+        clustering.points[clustering.clustered], clustering.neighbors
+    )
+    parts = [_halves_mixing(clustering, smoothed, labels == c, seed) for c in classes]
     return Hidden(
         [mixed for mixed in parts if mixed is not None],
         list(borders.values()),
@@ -562,11 +565,14 @@ def _log_mixing(values: Sequence[float]) -> NDArray[np.float64]:
     return np.log(np.clip(np.asarray(values, dtype=np.float64), FLOOR, CEILING))
 
 
-def _halves_mixing(clustering: Clustering, members: Tensor, seed: int) -> float | None:
+def _halves_mixing(
+    clustering: Clustering, smoothed: Tensor, members: Tensor, seed: int
+) -> float | None:
     """Divide a class in two by k-means of smoothed rows; return the halves' mixing.
 
     Args:
         clustering: The rows, with the neighbors of those that are clustered.
+        smoothed: The mean of each clustered row and its nearest neighbors, (n, P).
         members: Mask (N,) of the rows of the class. Those that are not clustered are
             ignored.
         seed: Seed of k-means.
@@ -576,11 +582,10 @@ def _halves_mixing(clustering: Clustering, members: Tensor, seed: int) -> float 
         fewer than three.
     """
     taking_part = members[clustering.clustered]
-    rows = smooth_rows(clustering.points[clustering.clustered], clustering.neighbors)
     if int(taking_part.sum()) < 6:
         return None
-    groups = torch.zeros(len(rows), dtype=torch.int64)
-    groups[taking_part] = 1 + kmeans(rows[taking_part], 2, 3, seed).assignment
+    groups = torch.zeros(len(smoothed), dtype=torch.int64)
+    groups[taking_part] = 1 + kmeans(smoothed[taking_part], 2, 3, seed).assignment
     sizes = groups.bincount(minlength=3)
     if int(sizes[1:].min()) < 3:
         return None

@@ -481,7 +481,7 @@ def write_vectors(
         | {"view": pa.array(view, pa.int32()), "embedding": lists}
     )
     table = table.replace_schema_metadata({METADATA: b"1"})
-    with filesystem.Storage(folder or ".").create(name) as stream:
+    with filesystem.Storage(folder).create(name) as stream:
         pq.write_table(
             table,
             stream,
@@ -503,7 +503,7 @@ def is_vectors(path: str) -> bool:
     """
     folder, name = filesystem.split(path)
     try:
-        with filesystem.Storage(folder or ".").open(name) as file:
+        with filesystem.Storage(folder).open(name) as file:
             return METADATA in (pq.read_schema(file).metadata or {})
     except (StorageError, pa.ArrowException):
         return False

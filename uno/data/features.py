@@ -23,6 +23,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
@@ -532,8 +533,8 @@ def compute_local(
 ) -> Iterator[Chunk]:
     """Encode rows by threads of this process, each of which encodes a chunk at a time.
 
-    PyTorch's number of threads is 1 meanwhile, also for the calling thread. A thread
-    takes over that number when it begins, so it is set before the threads start.
+    Each thread computes with one CPU thread of PyTorch, and so does the calling thread
+    meanwhile.
 
     Args:
         job: The rows of the run, and how they are encoded.
@@ -550,16 +551,7 @@ def compute_local(
             holds many images cannot be read.
         StorageError: A file of an image cannot be read now, but perhaps later.
     """
-
-    def compute(rows: np.ndarray) -> Chunk:
-        """Encode a chunk, with PyTorch's number of threads set to 1 in this thread.
-
-        Args:
-            rows: The numbers of the rows of the chunk, int64 (n,).
-        """
-        torch.set_num_threads(1)
-        return encode_chunk(job, encoder, rows)
-
+    compute = partial(encode_chunk, job, encoder)
     with torch_threads(1):
         yield from prefetch_map(compute, split_rows(rows), threads, threads)
 

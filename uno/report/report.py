@@ -195,14 +195,17 @@ def _predicted_parts(
             majority = cluster.majority
             expected = -1 if majority is None else true_names.index(majority[0])
         is_wrong = (truth[rows] >= 0) & (truth[rows] != expected) & (expected >= 0)
-        labeled = np.flatnonzero(task.labels[sample.index] == output)
+        shown = rows
+        if cluster is None:  # unlabeled rows have -1, as rejected ones have
+            labels = task.labels[sample.index]
+            shown = np.flatnonzero((labels == output) & (labels >= 0))
         return {
             "output": output,
             "name": sample.names[output],
             "count": len(rows),
             "cluster": cluster,
             "gallery": album.gallery(rows),
-            "preview": album.preview(rows if cluster else labeled),
+            "preview": album.preview(shown),
             "off": set(rows[is_wrong].tolist()),
         }
 

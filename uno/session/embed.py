@@ -65,7 +65,7 @@ def embed(
     if place is None or not place.endswith(".parquet"):
         raise ConfigError("uno embed needs --output FILE.parquet")
     folder, name = split(place)
-    storage = Storage(folder or ".")
+    storage = Storage(folder)
     if storage.exists(name) and not is_vectors(place):
         raise ConfigError(
             f"{place} was not written by uno embed; choose another --output"
