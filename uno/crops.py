@@ -223,8 +223,9 @@ class Cropper:
 
         Returns:
             The center of the image, resized to the stored square, uint8 (3, side,
-            side); and the whole image, uint8 (H, W, 3 or 4), which for a JPEG may be
-            decoded at a smaller scale. One of them is None if it is not needed.
+            side); and the whole image, uint8 (H, W, 3), or (H, W, 4) with a fourth
+            channel that means nothing, which for a JPEG may be decoded at a smaller
+            scale. One of them is None if it is not needed.
 
         Raises:
             BadImage: The image cannot be decoded.

@@ -104,7 +104,8 @@ def discovery_loss(
     """Compute UNO's loss for each cluster and overclustering head (Eq. 1-3).
 
     It is the cross-entropy of the predictions of view w with the targets of view v,
-    over all ordered pairs v != w. The target of a labeled row is its one-hot label,
+    over all ordered pairs v != w of a large view v and any view w, for labeled and
+    unlabeled rows alike. The target of a labeled row is its one-hot label,
     padded with zeros to all outputs. The target of an unlabeled row is its
     pseudo-label, padded likewise (Eq. 2). For a target y that sums to one the
     cross-entropy is ``logsumexp(l / tau) - <y, l / tau>``. So nothing is padded, and no

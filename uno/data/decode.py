@@ -199,9 +199,10 @@ def decode_square_and_rgb(
         how: How the image is resized and scaled to 8 bits.
 
     Returns:
-        The square uint8 (3, size, size) and the pixels uint8 (H, W, 3 or 4), with
-        exactly the values that the two functions return. A JPEG is decoded twice if the
-        two functions decode it at different scales.
+        The square uint8 (3, size, size); and the whole upright image in RGB, uint8 (H,
+        W, 3), or (H, W, 4) with a fourth channel that means nothing (it is not alpha).
+        Both have exactly the values that the two functions return. A JPEG is decoded
+        twice if the two functions decode it at different scales.
 
     Raises:
         BadImage: The image cannot be used.

@@ -317,8 +317,8 @@ def _make_ids(given: Any, num_rows: int) -> pa.Array:
     """Return the id of each row as text.
 
     Args:
-        given: Arrow column of ids, or None. A row with a null or an empty text gets
-            "row-NUMBER", from 0.
+        given: Arrow column of ids, or None if there are none. A row without an id (no
+            column, a null or an empty text) gets "row-NUMBER", from 0.
         num_rows: The number of rows.
 
     Returns:

@@ -534,7 +534,7 @@ def note_of_no_label(
         A tuple of one line that suggests a column: the first one with a usual name for
         labels, such as "class"; else the only one that is not used for something else;
         else the placeholder NAME. An empty tuple if all columns are used for something
-        else.
+        else: ``names`` has the column, or it has a standard name such as "path".
     """
     ours = {"path", "image", "img", "id", "split", "eval_label", "text", "embedding"}
     others = [

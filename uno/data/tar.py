@@ -231,7 +231,7 @@ def read_tar(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
 
 
 def _decode_labels(texts: Any) -> list[Any]:
-    """Parse labels from JSON, each distinct text once.
+    """Parse the labels of the images of all shards from JSON, each text once.
 
     Args:
         texts: The labels as JSON text, an Arrow array (N,). It is null for an image

@@ -286,8 +286,9 @@ def _parse_weights(data: bytes, source: str) -> dict[str, Tensor]:
 
     Args:
         data: The content of the file.
-        source: The path. It is a safetensors file if it ends in ".safetensors", and a
-            PyTorch file otherwise.
+        source: The path or URI. It is a safetensors file if the name of the file,
+            without the options of a URI, ends in ".safetensors", and a PyTorch file
+            otherwise.
 
     Raises:
         StorageError: The content is damaged; or it is a PyTorch file that holds no

@@ -283,7 +283,8 @@ def store_probabilities_(probabilities: Tensor, rows: Tensor, q: Tensor) -> None
 
     Args:
         probabilities: The stored probabilities of all unlabeled rows, (N_u, K), which
-            are updated. Values that are not finite are not stored.
+            are updated. Each number of ``q`` is stored by itself: where one is not
+            finite, the stored number stays.
         rows: The indices of this worker's rows among the unlabeled rows, int64 (B_u,).
         q: The cluster probabilities of these rows, (B_u, K).
     """

@@ -102,6 +102,9 @@ class PaddingAdapter(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         """Scale features to length one, and append a coordinate of zero.
 
+        In this coordinate the prototypes hold what they lack to length one, see
+        :func:`pad_to_one_length`. As it is zero here, it changes no product.
+
         Args:
             features: Features of the encoder, (N, D).
 
