@@ -495,15 +495,15 @@ def _encode(config: Config, encoder: nn.Module, images: Tensor) -> Tensor:
 
 
 def _plain_views(config: Config, pixels: Tensor) -> Tensor:
-    """Make the normalized evaluation views of rows from their pixels.
+    """Make the evaluation view of each row: the center of its square, normalized.
 
     Args:
         config: The configuration of the run.
-        pixels: The pixels of each row, uint8 (n, bytes): the image as a square (3, S,
-            S), then crops that are not used here.
+        pixels: The pixels of each row, uint8 (n, bytes): the image as a square (3, T,
+            T) with T = ``data.stored_size``, then crops that are not used here.
 
     Returns:
-        float32 (n, 3, S, S) with the S of :func:`side`, on the device of ``pixels``.
+        float32 (n, 3, S, S) on the device of ``pixels``. S is :func:`side`, at most T.
     """
     data = config.data
     squares = pixels[:, : _square_bytes(config)].unflatten(

@@ -462,8 +462,8 @@ def read_two_folders(labeled: str, unlabeled: str, follow_links: bool = False) -
         labeled: Folder with one subfolder of images for each known class, as the user
             writes it, so it may begin with ``~``. With the prefix ``classes:`` all its
             subfolders are classes, even one called train; with ``splits:`` the
-            subfolders of ``train/`` and of other splits are. Without a prefix its
-            content decides.
+            subfolders of ``train/`` and of other splits are, if ``train/`` has any.
+            Without a prefix its content decides.
         unlabeled: Folder whose images have no label, wherever they are below it: a path
             without ``~``, or a URI.
         follow_links: Whether links may lead out of the folders.
@@ -475,8 +475,9 @@ def read_two_folders(labeled: str, unlabeled: str, follow_links: bool = False) -
 
     Raises:
         ConfigError: A folder is missing or holds no image, one folder is inside the
-            other, an image of the first folder is in no class folder, or
-            :func:`read_folder` refuses the first folder.
+            other, :func:`read_folder` refuses the first folder, or an image that it
+            reads is in no class folder (in a folder with splits it leaves images
+            outside of them out with a warning).
     """
     kind, path = split_prefix(labeled)
     if kind not in ("classes", "splits"):

@@ -235,8 +235,8 @@ def _draw_hard_negatives(state: TrainState, query: Tensor, num_novel: int) -> Te
         state: The state of training, with both memories, which are not changed.
         query: Unit features of this worker's unlabeled rows, (N, D).
         num_novel: The number of novel classes. For each row 400 unlike entries are
-            mixed, or 50 if there are 5 novel classes, and proportionally fewer of a
-            memory with less than 2,000 entries.
+            mixed, or 50 if there are 5 novel classes; proportionally fewer if the
+            memory of unlabeled rows has less than 2,000 entries.
 
     Returns:
         The cosines of each row with its hardest negatives, (N, n), the highest first,

@@ -237,8 +237,9 @@ def times(facts: RunData) -> list[tuple[str, str]]:
 def training_seconds(entries: Sequence[dict[str, Any]]) -> float:
     """Sum the wall time of the steps of a phase, without evaluation.
 
-    A line is ignored if its step is not above that of all lines before it, or if its
-    ``step`` or ``step_ms`` is not a finite number. One that is missing counts as 0.
+    A line is ignored if its step is not above 0 and above that of each line that was
+    counted before it, or if its ``step`` or ``step_ms`` is not a finite number. One
+    that is missing counts as 0.
 
     Args:
         entries: The lines of metrics of the phase. ``step_ms`` is the mean time of the

@@ -783,14 +783,15 @@ def _write_mark(
 
 @contextmanager
 def _reading(storage: Storage, number: int) -> Iterator[pq.ParquetFile]:
-    """Open the Parquet file of a partition inside the block.
+    """Open the Parquet file of a partition until the ``with`` block ends.
 
     Args:
-        storage: The directory of the predictions.
+        storage: The output directory, or the directory of a run; the file is in its
+            folder ``predictions``.
         number: The number of the partition, from 0.
 
     Raises:
-        StorageError: The file is missing or damaged.
+        StorageError: The file is missing or damaged, also if that shows in the block.
     """
     with (
         storage.open(PART.format(number)) as source,

@@ -241,10 +241,11 @@ def store_bytes(config: Config, num_rows: int) -> int | None:
 def check_memory(config: Config, task: Task) -> None:
     """Check that a run can fit into the free memory of this machine.
 
-    Without workers and with a GPU this is the memory of the GPU, otherwise the main
-    memory. Images count if they are kept in memory. The network is built for this, so
-    that a method can refuse the encoder. Memory is neither checked for the machines of
-    a cluster nor for GPUs of workers.
+    Without workers this is the memory of the GPU if the run uses one, otherwise the
+    main memory; with workers it is the main memory. Images count if they are kept in
+    memory. Nothing is checked with workers if ``compute.device`` is "cuda", or if the
+    environment variable RAY_ADDRESS names a running Ray cluster. The network is built
+    in any case, so that a method can refuse the encoder.
 
     Args:
         config: The configuration of the run.

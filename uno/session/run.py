@@ -37,6 +37,12 @@ class Backend(Protocol):
 
         Args:
             config: The configuration, which has the device and the number of workers.
+
+        Returns:
+            The free main memory, and a worker's share of the free memory of its GPU, on
+            the node that has the least; for Ray also the memory of the object store and
+            of this machine. A limit that there is not is None, such as that of a GPU on
+            a machine without one.
         """
 
     def train(self, run: Run, show: Show) -> dict[str, float]:
