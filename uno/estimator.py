@@ -416,7 +416,8 @@ class NovelClassDiscovery(
         ``n_novel_interval_`` becomes the lower and upper end of the estimate of the
         number of novel classes, or twice ``n_novel`` if that is a number. At most
         ``MAX_CLUSTERED_ROWS`` evenly spaced labeled rows and as many unlabeled ones are
-        used, and a row of each known class that would have none. A warning is issued if the interval of an estimate reaches the largest calibrated number.
+        used, and a row of each known class that would have none. A warning is issued if
+        the interval of an estimate reaches the largest calibrated number.
 
         Args:
             labeled: Labeled rows (N_l, D') of any length; they are scaled to length one
