@@ -106,9 +106,8 @@ def read_annotated_folder(root: str, options: ReadOptions = DEFAULT_OPTIONS) -> 
             others |= dict.fromkeys(table.columns)
         folder, _, _ = relative.rpartition("/")
         num_rows, split = len(table.lines), SPLITS.get(folder, "train")
-        # an absolute path stays what it is
         paths = [
-            posixpath.join(folder, str(name)) if name else None for name in ours["path"]
+            _path_below(folder, str(name)) if name else None for name in ours["path"]
         ]
         missing = [None] * num_rows
         merged["path"] += paths
@@ -128,6 +127,16 @@ def read_annotated_folder(root: str, options: ReadOptions = DEFAULT_OPTIONS) -> 
     # the columns have our names already
     rows = rows_of_table(source, root, root, whole, replace(options, columns={}))
     return replace(rows, warnings=_warnings_of_left_out(root, rows, options))
+
+
+def _path_below(folder: str, name: str) -> str:
+    """Return an image path of a table relative to the root.
+
+    Args:
+        folder: The folder of the table relative to the root, '' for the root itself.
+        name: The path in the table. A URI or an absolute path stays what it is.
+    """
+    return name if filesystem.is_uri(name) else posixpath.join(folder, name)
 
 
 def _is_given(value: Any) -> bool:

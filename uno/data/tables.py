@@ -296,18 +296,18 @@ def read_named_columns(
             column that the file lacks is left out.
 
     Returns:
-        The columns that were found, by standard name, and in any case "split". Ids and
-        splits are cast to text; other columns have the types that
-        :meth:`ParquetShard.read` gives them.
+        The columns that were found, by standard name, and in any case "split". Ids,
+        splits, paths and the column "text" are cast to text; other columns have the
+        types that :meth:`ParquetShard.read` gives them.
 
     Raises:
-        ConfigError: The file is damaged, or ids or splits cannot be text.
+        ConfigError: The file is damaged, or one of these columns cannot be text.
     """
     wanted = {*names.values()}
     found = shard.read([name for name in shard.schema.names if name in wanted])
     columns = {ours: found[c] for ours, c in names.items() if c in found.column_names}
     with shard.errors():
-        for ours in {"id", "split"}.intersection(columns):
+        for ours in {"id", "split", "path", "text"}.intersection(columns):
             columns[ours] = columns[ours].cast(pa.string())
     if "split" not in columns:
         split = pa.repeat(split_of(relative), shard.metadata.num_rows)

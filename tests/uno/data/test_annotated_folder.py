@@ -114,10 +114,11 @@ def test_an_image_that_a_table_spells_otherwise_is_not_left_out(tmp_path):
     assert not read_rows(DataConfig(source=str(tmp_path))).warnings
 
 
-def test_an_absolute_path_in_the_table_of_a_split(folder):
+@pytest.mark.parametrize("root", ["{}", "file://{}"])
+def test_an_absolute_path_in_the_table_of_a_split(folder, root):
     write_tables(folder, CSV)
-    path = folder / "train" / "metadata.csv"
-    path.write_text(path.read_text().replace("a.png", f"{folder}/train/a.png"))
+    path, root = folder / "train" / "metadata.csv", root.format(folder.resolve())
+    path.write_text(path.read_text().replace("a.png", f"{root}/train/a.png"))
     rows = read_rows(DataConfig(source=str(folder)))
     paths = rows.images.read_images(np.arange(4))
     assert {*paths} == {f"{folder.resolve()}/{name}" for name in LABELS}

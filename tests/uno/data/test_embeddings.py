@@ -416,3 +416,11 @@ def test_pictures_in_only_some_files_of_vectors_are_refused(tmp_path):
     pq.write_table(pa.table(table), tmp_path / "b.parquet")
     line = failure(read, f"vectors:{tmp_path}")
     assert "1 of 2 files have a column image of pictures, e.g." in line
+
+
+@pytest.mark.parametrize("name", ["text", "path"])
+@pytest.mark.parametrize("value", [b"\xff\xfe", ["a", "b"]])
+def test_texts_and_paths_that_are_no_text_are_one_line(tmp_path, name, value):
+    table = {"embedding": [[1.0, 2.0]] * 3, "label": ["a", "b", None]}
+    pq.write_table(pa.table(table | {name: [value] * 3}), tmp_path / "a.parquet")
+    assert "a.parquet" in failure(read, f"vectors:{tmp_path}")
