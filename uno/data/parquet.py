@@ -92,7 +92,7 @@ def parquet_files(
         )
     if not files:
         raise ConfigError(
-            f"no *.parquet files below {path}{hint_of_files(f.relative for f in found)}"
+            f"no *.parquet files below {path}{hint_of_files(f.path for f in found)}"
         )
     return path, files
 

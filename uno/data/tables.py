@@ -88,11 +88,15 @@ def read_parquet(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
         parts = list(pool.map(partial(_read_file, options=options), files))
     if len({part.image for part in parts}) > 1:
         raise ConfigError(f"{source}: the files name their image column differently")
-    class_names = parts[0].class_names
-    if any(part.class_names != class_names for part in parts):
+    # A file without labels needs no names of classes.
+    declared = {
+        part.class_names for part in parts if "label" in part.table.column_names
+    }
+    if len(declared) > 1:
         raise ConfigError(
             f"{source}: the class names in the metadata differ between files"
         )
+    class_names = next(iter(declared), ())
     table = join_tables(source, [part.table for part in parts])
     if not len(table):
         raise ConfigError(f"{source}: no rows")

@@ -75,6 +75,22 @@ def test_files_must_agree_on_the_class_names(tmp_path, other):
     assert "class names in the metadata differ" in line
 
 
+def test_a_file_without_labels_needs_no_class_names(tmp_path):
+    """The test files of many data sets of Hugging Face have no labels."""
+    table = hf_table([picture(0), picture(1)], [1, 0], ["b", "a"], "image")
+    write_parquet(tmp_path, table, "train-0.parquet")
+    write_parquet(tmp_path, {"image": [picture(2)]}, "test-0.parquet")
+    rows = read(f"parquet:{tmp_path}")
+    assert rows.class_names == ("b", "a")
+    assert sorted(map(str, rows.labels.to_pylist())) == ["None", "a", "b"]
+
+
+def test_a_hint_of_another_format_has_the_path_as_it_is_given(tmp_path):
+    np.save(tmp_path / "a.npy", np.eye(2))
+    line = failure(read, f"parquet:{tmp_path}")
+    assert f"--data vectors:{tmp_path}/a.npy" in line
+
+
 def test_limits_hold_before_rows_are_read(tmp_path, monkeypatch):
     """Kills: a footer that announces more rows than there is memory, a text of
     nothing but line breaks.
