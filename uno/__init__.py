@@ -35,12 +35,19 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name of ``__all__`` when it is used first (PEP 562).
+    """Import a public name when it is used, and return it (PEP 562).
 
-    So ``import uno`` alone imports neither torch nor scikit-learn.
+    So ``import uno`` alone imports neither torch nor scikit-learn. Python calls this at
+    every use of such a name as an attribute of the module.
+
+    Args:
+        name: The name of an attribute that the module does not have.
+
+    Returns:
+        The class or function, for a name in ``__all__``.
 
     Raises:
-        AttributeError: The module has no attribute ``name``.
+        AttributeError: ``name`` is not in ``__all__``.
     """
     if name == "NovelClassDiscovery":  # needs no run directory and nothing of runs
         from uno.estimator import NovelClassDiscovery

@@ -83,7 +83,8 @@ def augment(
 
     Args:
         images: uint8 (B,3,S,S), on any device, B > 0.
-        config: The settings of the large and the small views.
+        config: The settings of the large and the small views. With ``weak`` only the
+            crop, the flip and the affine map are applied.
         generator: A generator on the CPU. It advances by the numbers of the whole
             batch, so its state afterwards does not depend on ``rows``.
         mean: The mean of each of the 3 channels, on the scale 0-1.
@@ -93,11 +94,13 @@ def augment(
         num_rows: The number of rows of the whole batch. None means B.
 
     Returns:
-        V contiguous tensors, float32 (B,3,size,size), on the device of the images.
+        One contiguous tensor for each view, float32 (B,3,size,size), on the device of
+        the images. ``size`` is the setting of the view's kind, large or small.
 
     Raises:
         ValueError: The images have another shape or type or are none, ``rows`` does not
-            select B rows, or a crop of fixed size is larger than the padded image.
+            select B rows, or the crop is ``pad`` or ``pad_or_resized`` and its size
+            exceeds the image with the padding on both sides.
     """
     total = len(images) if num_rows is None else num_rows
     chosen = torch.arange(total)[slice(None) if rows is None else rows]
@@ -133,24 +136,28 @@ def augment_crops(
 
     Args:
         crops: One uint8 tensor (B,V,3,size,size) for each kind of views that
-            :func:`kinds` returns. The crops must have been cut with the same random
+            :func:`kinds` returns, where V is the number of views of the kind and
+            ``size`` their side. The crops must have been cut with the same random
             numbers, that is with a generator in the state of ``generator``.
-        config: The settings of the large and the small views.
+        config: The settings of the large and the small views. With ``weak`` only the
+            flip and the affine map are applied.
         generator: A generator on the CPU. It advances by the numbers of the whole
             batch.
         mean: The mean of each of the 3 channels, on the scale 0-1.
         std: The standard deviation of each channel, on the same scale.
-        rows: int64 (B,), the positions of the images in the whole batch.
+        rows: int64 (B,) on the host, the positions of the images in the whole batch.
         num_rows: The number of rows of the whole batch.
-        side: The side of the stored square images in pixels.
+        side: The side of the stored square images in pixels. The boxes of the crops are
+            drawn again from it and then ignored, so it only matters for the error.
 
     Returns:
         One float32 tensor (B,3,size,size) for each view, the large views first, on the
-        device of the crops.
+        device of the crops. ``size`` is that of the view's kind.
 
     Raises:
-        ValueError: ``crops`` has another number of tensors than there are kinds, or a
-            crop of fixed size is larger than the padded stored image.
+        ValueError: ``crops`` has another number of tensors than there are kinds, or the
+            crop is ``pad`` or ``pad_or_resized`` and its size exceeds ``side`` with the
+            padding on both sides.
     """
     views: list[Tensor] = []
     for kind, crop in zip(kinds(config), crops, strict=True):
@@ -173,9 +180,9 @@ def augment_crops(
 def kinds(config: AugmentConfig) -> list[ViewConfig]:
     """Return the settings of the large and of the small views, in this order.
 
-    A kind without views is left out. With ``config.weak`` the operations on colors and
-    blur have probability 0 in the result; flip and affine stay. ``config`` itself is
-    not changed.
+    A kind without views is left out. With ``config.weak`` color jitter, grayscale,
+    solarize, equalize and blur have probability 0 in the result; crop, flip and affine
+    stay. ``config`` itself is not changed.
     """
     off = (
         dict.fromkeys(("jitter", "grayscale", "solarize", "equalize", "blur"), 0.0)
@@ -263,10 +270,13 @@ def to_params(config: ViewConfig, numbers: Tensor, side: int) -> AugmentParams:
         side: The side of the stored square images in pixels.
 
     Returns:
-        The parameters of N * V views. The V views of an image follow each other.
+        The parameters of N * V views, on the host: the crop boxes in pixels, for each
+        operation a mask of the views to which it applies, and its parameters. The V
+        views of an image follow each other.
 
     Raises:
-        ValueError: A crop of fixed size exceeds the image with its padding.
+        ValueError: The crop is ``pad`` or ``pad_or_resized``, and its size exceeds the
+            image with the padding on both sides.
     """
     numbers = numbers.flatten(0, 1)
     column = iter(numbers[:, BOX_NUMBERS:].unbind(1))
@@ -332,8 +342,9 @@ def _draw_box(c: ViewConfig, side: int, numbers: Tensor) -> Tensor:
     Args:
         c: The settings of one kind of views, large or small.
         side: The side of the stored square images in pixels.
-        numbers: float64 (N,23) in 0-1: ten areas and ten aspect ratios to try for a
-            random-resized crop, one choice between ``pad`` and ``resized``, top, left.
+        numbers: float64 (N,23), uniform in 0-1. They stand for ten areas and ten aspect
+            ratios to try for a random-resized crop, one choice between ``pad`` and
+            ``resized``, top and left.
 
     Raises:
         ValueError: The crop is ``pad`` or ``pad_or_resized``, and its size exceeds the
@@ -370,15 +381,17 @@ def resized_boxes(
 
     Args:
         scale: The smallest and largest share of the image's area that a crop covers.
-        numbers: float64 (N,23), uniform in 0-1: ten areas and ten aspect ratios to try,
-            one number that is not used here, top and left.
+        numbers: float64 (N,23), uniform in 0-1. They stand for ten areas, uniform in
+            ``scale``, and ten aspect ratios, log-uniform from 3/4 to 4/3, to try; one
+            number that is not used here; top and left.
         height: The image's height in pixels.
         width: The image's width in pixels.
 
     Returns:
         float64 (N,4) of whole pixels: top, left, height, width. The first area and
         ratio that fit into the image count. If none of the ten fits, the box is the
-        largest centered one with a ratio of width to height from 3/4 to 4/3.
+        largest centered one with a ratio of width to height from 3/4 to 4/3, whatever
+        ``scale`` is.
     """
     area, ratio = (
         numbers[:, :CROP_ATTEMPTS],
@@ -706,7 +719,8 @@ def hue_(images: Tensor, shift: Tensor) -> Tensor:
 
     Args:
         images: float32 (B,3,H,W) in 0-1.
-        shift: (B,), the rotation in turns of the color circle, -0.5..0.5.
+        shift: (B,), the rotation in turns of the color circle, -0.5..0.5; positive from
+            red toward green.
 
     Returns:
         ``images``.

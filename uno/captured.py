@@ -74,7 +74,7 @@ class CapturedStep:
     It computes the same as the step itself. The first steps are not recorded, so that
     nothing is computed twice. A batch of another shape than the recorded one is not
     replayed either. After a roll-back to a checkpoint the step is recorded again,
-    because the checkpoint's tensors have other addresses.
+    because the tensors in ``state.extra`` then have other addresses.
 
     Attributes:
         step: The step that is recorded. It must not synchronize the device, and only
@@ -108,9 +108,11 @@ class CapturedStep:
         begins anew.
 
         Args:
-            state: The state of training: model, optimizer and counters. It is updated.
-            batch: The batch to train on.
-            config: The configuration of the run.
+            state: The state of training: model, optimizer and counters. It is updated,
+                and ``state.step`` rises by one.
+            batch: The batch to train on. For a replay its views and labels are copied
+                into the tensors of the recording.
+            config: The configuration of the run. A replay does not read it.
             lr: The learning rate of this step.
 
         Returns:
@@ -148,7 +150,8 @@ class CapturedStep:
 
         Args:
             state: The state of training. Its weights and its step number are not
-                changed. Its ``grad_norm`` becomes a tensor that each replay overwrites.
+                changed. Its ``grad_norm`` becomes a tensor that each replay overwrites,
+                and the learning rates of its optimizer become tensors.
             batch: A batch of the right shapes. The recording reads a copy of it.
             config: The configuration of the run.
 
@@ -182,8 +185,9 @@ def check_cuda_graph(
 
     Args:
         config: The configuration of the run.
-        can_be_recorded: Whether every training step launches the same kernels, the
-            answer of :meth:`uno.methods.Method.can_be_recorded`.
+        can_be_recorded: Whether every training step launches the same kernels: True for
+            pretraining, and for discovery the answer of
+            :meth:`uno.methods.Method.can_be_recorded`.
         device: The device on which the worker trains.
         num_workers: The number of processes that train together.
 

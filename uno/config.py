@@ -82,10 +82,13 @@ def field(default: Any, sentence: str = "", **more: Any) -> Any:
         default: The default value.
         sentence: The sentence that explains the field on the command line.
         **more: Members of :class:`FieldTraits`, such as ``flag`` and ``scope``, and
-            limits of the value as pydantic names them, such as ``ge=0``.
+            other arguments of pydantic's ``Field``, such as the limit ``ge=0``.
 
     Returns:
-        The value to assign to the field in a :class:`Section`.
+        What pydantic's ``Field`` returns, to be assigned to the field in the body of a
+        :class:`Section`. The sentence is its ``description``. The given members of
+        :class:`FieldTraits` are a dict in its ``json_schema_extra``, from which
+        :func:`field_traits` reads them.
     """
     about = {name: more.pop(name) for name in FieldTraits._fields if name in more}
     return Field(default, description=sentence, json_schema_extra=about, **more)
@@ -251,7 +254,7 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> DataConfig:
-        """Check the fields of the section ``data`` together, after each by itself.
+        """Check the section ``data``, after pydantic has checked each field by itself.
 
         Returns:
             The section itself, as pydantic requires.
@@ -259,9 +262,9 @@ class DataConfig(Section):
         Raises:
             ValueError: ``labeled`` or ``unlabeled`` is given without the other, a
                 standard deviation is not positive, the lower end of ``value_range`` is
-                not below the upper one, ``columns`` has an unknown or repeated name or
-                an entry without the user's name, or ``image_suffix`` does not begin
-                with a dot.
+                not below the upper one, ``columns`` has an unknown or repeated name
+                (``path`` and ``image`` are the same one) or an entry without the user's
+                name, or ``image_suffix`` does not begin with a dot.
         """
         if (self.labeled is None) != (self.unlabeled is None):
             raise ValueError("labeled and unlabeled must be given together")
@@ -286,9 +289,9 @@ class DataConfig(Section):
 
     @property
     def named_columns(self) -> dict[str, str]:
-        """The user's names of a table's columns, by the names that this program uses.
+        """A mapping from this program's names of a table's columns to the user's names.
 
-        They are read from the field ``columns``, where ``path`` means ``image``. For
+        It is read from the field ``columns``, where ``path`` means ``image``. For
         example ``path=file,label=kind`` gives ``{"image": "file", "label": "kind"}``.
         Columns that are not renamed are left out, so the mapping is empty if
         ``columns`` is None.
@@ -565,9 +568,9 @@ class ModelConfig(Section):
 
     @property
     def takes_vectors(self) -> bool:
-        """Whether ``encoder`` is "vectors" or "vectors:D", so that no encoder runs.
+        """Whether ``encoder`` is "vectors" or begins with "vectors:", as "vectors:D".
 
-        The data then consists of vectors instead of images.
+        The data then consists of vectors instead of images, and no encoder is needed.
         """
         return self.encoder.partition(":")[0] == VECTORS
 
@@ -770,7 +773,8 @@ class TrainConfig(Section):
         """The names of the loggers in the field ``report_to``, each once.
 
         The field has names with commas between them: ``tensorboard,wandb`` gives
-        ``("tensorboard", "wandb")``. An empty field gives ``()``.
+        ``("tensorboard", "wandb")``. The order is that of the field. Spaces around
+        names and empty names are left out, so an empty field gives ``()``.
         """
         return tuple(
             dict.fromkeys(
@@ -925,7 +929,12 @@ class Config(Section):
         """Pickle the configuration as plain values.
 
         A process that unpickles them validates them again. So it imports the discovery
-        method before it builds the method's section of the configuration.
+        method, unless that is UNO, before it builds the method's section of the
+        configuration.
+
+        Returns:
+            The function ``Config.model_validate``, and its one argument in a tuple: the
+            configuration as nested dicts.
         """
         return Config.model_validate, (to_dict(self),)
 
@@ -933,7 +942,8 @@ class Config(Section):
     def method_options(self) -> Any:
         """The section of the discovery method; None if it has no constants of its own.
 
-        It is an instance of the class in ``METHOD.constants``.
+        It is an instance of the class in the method's attribute ``constants``. UNO has
+        no section of its own: its constants are the section ``objective``.
         """
         return next(iter((self.model_extra or {}).values()), None)
 
@@ -988,8 +998,13 @@ class Config(Section):
             The configuration itself, as pydantic requires.
 
         Raises:
-            ValueError: Two settings do not go together, and the message names them. Or
-                the pretext task has epochs and cannot be loaded.
+            ValueError: The pretext task has epochs and cannot be loaded. Or settings do
+                not go together, and the message names them: k-means prototypes or an
+                added term of the objective (:data:`EXTENSIONS`) with a method without
+                UNO's projection heads; vectors with a ``model.finetune`` other than
+                "none"; ``model.finetune none`` with small views, with epochs of the
+                pretext task, or with epochs of discovery and no cached views; or
+                ``data.setting gcd`` where :func:`why_not_gcd` gives a reason.
         """
         if self.pretext.epochs:
             load_pretext(self.pretext.task)
@@ -1073,8 +1088,8 @@ def why_not_gcd(config: Config) -> str | None:
 def clusters_features(config: Config) -> bool:
     """Return whether the method of a run clusters features instead of training heads.
 
-    That is so if its attribute ``trains`` is False. Such a method needs more unlabeled
-    rows than clusters.
+    That is so if the method's attribute ``trains`` is False. Such a method needs more
+    unlabeled rows than clusters.
 
     Raises:
         ConfigError: The method cannot be loaded.
@@ -1091,10 +1106,11 @@ def field_traits(key: str) -> FieldTraits:
 
     Args:
         key: The dotted key, such as ``objective.epsilon``. The first part may be the
-            section of a method, whose module is then imported. The fields of such a
-            section have the scope "discover" unless they declare another. A key that is
-            unknown within a section has the traits of the section, and one in an
-            unknown section has the defaults.
+            section of a method. A method of this package is then imported, and one of
+            the user's must have been loaded before. The fields of such a section have
+            the scope "discover" unless they declare another. A key that is unknown
+            within a section has the traits of the section, and one in an unknown
+            section has the defaults of :class:`FieldTraits`.
     """
     first, *rest = key.split(".")
     if first in Config.model_fields:
@@ -1132,7 +1148,8 @@ def require_code(tree: Mapping[str, Any], foreign: str | None) -> None:
 
     Raises:
         ConfigError: The method cannot be imported, the imported object is no method or
-            has a name that is taken, or code lies in ``foreign``.
+            its ``name`` is taken or no identifier, or code of the method or of the
+            pretext task lies in ``foreign``.
     """
     flat = flatten(tree)
     for key in ("method", "pretext.task"):
@@ -1161,8 +1178,9 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     0.05}``.
 
     Args:
-        tree: Nested mappings. A key may be dotted already. An empty mapping adds no
-            key. Of equal dotted keys the last value counts.
+        tree: Nested mappings. A key may be dotted already, and is turned into text if
+            it is none. An empty mapping adds no key. Of equal dotted keys the last
+            value counts.
         prefix: A text to put before each key of the result.
     """
     flat: dict[str, Any] = {}
@@ -1178,7 +1196,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def to_dict(config: Config) -> dict[str, Any]:
     """Return a configuration as nested dicts of values that YAML and JSON can hold.
 
-    Tuples become lists.
+    All settings are in it, also the section of the method. Tuples become lists.
     """
     return config.model_dump(mode="json")
 
@@ -1187,14 +1205,17 @@ def fields_of(*methods: str) -> dict[str, FieldInfo]:
     """Return the top-level fields of the configuration, by name.
 
     Args:
-        *methods: Names of discovery methods, whose sections are added.
+        *methods: Discovery methods, each a key of :data:`uno.methods.METHODS` or
+            ``package.module:METHOD``. They are imported, except for UNO, and their
+            sections are added.
 
     Returns:
-        pydantic's description of each field, such as ``seed``, and of each section,
-        such as ``data``.
+        pydantic's description (``FieldInfo``) of each field, such as ``seed``, and of
+        each section, such as ``data``. That of a method's section has only the class of
+        the section, as ``annotation``.
 
     Raises:
-        ConfigError: There is no such method.
+        ConfigError: A method cannot be loaded, see :func:`uno.methods.load`.
     """
     sections = [item for method in methods for item in section(method).items()]
     return Config.model_fields | {
@@ -1209,10 +1230,12 @@ def field_names(method: str = DEFAULT) -> tuple[str, ...]:
     The result is kept, so a later call with the same method returns the same tuple.
 
     Args:
-        method: The discovery method, whose own fields are included at the end.
+        method: The discovery method, a key of :data:`uno.methods.METHODS` or
+            ``package.module:METHOD``. It is imported, unless it is UNO, and the fields
+            of its section are included at the end.
 
     Raises:
-        ConfigError: There is no such method.
+        ConfigError: The method cannot be loaded, see :func:`uno.methods.load`.
     """
     section(method)  # its error is one line, that of ``Config`` has several
     return tuple(flatten(to_dict(Config(method=method))))
@@ -1233,8 +1256,9 @@ def override(config: Config, overrides: Mapping[str, Any]) -> Config:
         The new configuration. All of its values are validated again.
 
     Raises:
-        ConfigError: A key is unknown, a section has a single value, there is no such
-            method, a value is refused, or two values do not go together.
+        ConfigError: A key is unknown, a section is given a single value other than
+            None, the method cannot be loaded, a value is refused, or two values do not
+            go together.
     """
     tree, flat = to_dict(config), flatten(overrides)
     method = str(flat.get("method", config.method))
@@ -1289,8 +1313,9 @@ def describe(error: ValidationError, name: str = "") -> str:
 
     Returns:
         The dotted key, the problem and the value, such as ``objective.epsilon: Input
-        should be greater than or equal to 0.0001 (got -1)``. The value is left out if
-        it is a section, and the key if the problem belongs to no key.
+        should be greater than or equal to 0.0001 (got -1)``. A long value is shortened.
+        The value is left out if it is a section. If the problem belongs to no key and
+        ``name`` is "", the result is the problem alone.
     """
     first = error.errors()[0]
     loc = [
@@ -1344,7 +1369,8 @@ def config_hash(config: Config) -> str:
     """Return a hash, 12 hex digits, of the settings that may not change on resume.
 
     They are those that can change what is learned. Those for logging, checkpoints and
-    the place of execution do not change the hash, see :func:`may_change_on_resume`.
+    the place of execution do not change the hash, see :func:`may_change_on_resume`. The
+    digits are the first ones of the SHA-256 of the settings as JSON with sorted keys.
     """
     settings = {
         key: value
@@ -1397,13 +1423,14 @@ def parse_yaml(data: bytes, where: str) -> Mapping[str, Any]:
         where: The name of the file, for the error message.
 
     Returns:
-        The mapping that the file holds, as it is nested there; {} if there are only
-        comments.
+        The mapping that the file holds, as it is nested there; {} if the file is empty,
+        has only comments or holds null.
 
     Raises:
         ConfigError: The content is not UTF-8 or not valid YAML, holds something else
-            than a mapping, has an alias, or exceeds a limit of size, depth, number of
-            values or digits of a number.
+            than a mapping, has an alias, or exceeds a limit: ``MAX_CONFIG_BYTES``, the
+            depth ``MAX_CONFIG_DEPTH``, ``MAX_CONFIG_VALUES`` events of the YAML parser,
+            or 99 characters for a value that consists of digits and of ``-+_:.``.
     """
     if len(data) > MAX_CONFIG_BYTES:
         raise ConfigError(f"{where} is larger than {MAX_CONFIG_BYTES} bytes")

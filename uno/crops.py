@@ -64,7 +64,8 @@ class Cropper:
         """The settings of the large and of the small views, in this order.
 
         Small views are left out if there are none. The settings are those that
-        :func:`uno.augment.kinds` returns for ``augment``; they are computed once.
+        :func:`uno.augment.kinds` returns for ``augment``: with ``augment.weak`` the
+        operations on colors and blur are off. They are computed once.
         """
         return kinds(self.augment)
 
@@ -81,8 +82,9 @@ class Cropper:
                 one after the other.
 
         Returns:
-            A tensor (B,V,3,size,size) for the large views, and one for the small views
-            if there are any.
+            uint8 (B,V,3,size,size) for the large views, and the same for the small
+            views if there are any. V is the number of views of this kind, and ``size``
+            their side in pixels, so both differ between the two.
         """
         shapes = [(kind.num_views, 3, kind.size, kind.size) for kind in self.kinds]
         parts = pixels.split([math.prod(shape) for shape in shapes], dim=1)
@@ -101,8 +103,8 @@ class Cropper:
 
         Where a view is cut depends only on the attributes, the step and the position,
         and for ``resized`` crops on the size of the image, so another call with these
-        cuts the same views. The views are cut and resized, but not flipped and not
-        changed in color.
+        cuts the same views. A view is cut, and resized if the box that is cut has
+        another size than the view. It is not flipped, changed in color or normalized.
 
         Args:
             steps: int64 (n,), the number of the training step that uses each image.
@@ -112,17 +114,19 @@ class Cropper:
                 3).
             squares: An array uint8 (n, 3, side, side) to be filled, where ``side`` is
                 the attribute of that name. Into it the centered square of each image is
-                written, resized to this side; black for an image that cannot be
-                decoded. None if no square is wanted.
+                written, resized to this side; black for an image that cannot be used.
+                None if no square is wanted.
 
         Returns:
             Two values. The first are the pixels of all views of each image, uint8 (n,
             ``row_bytes``), which :meth:`split` divides. The second has for each image
-            None, or the reason why it cannot be decoded. Its views are black then.
+            None, or the reason why it cannot be used: its file is missing or
+            unreadable, or it cannot be decoded. Its views are black then.
 
         Raises:
             StorageError: The file of an image cannot be read now, but perhaps later.
-            ValueError: A crop of fixed size is larger than the padded square.
+            ValueError: The crop is ``pad`` or ``pad_or_resized``, and a view is larger
+                than the square with its padding.
         """
         pixels = torch.zeros(len(images), self.row_bytes, dtype=torch.uint8)
         views = [
@@ -160,10 +164,12 @@ class Cropper:
             :func:`uno.augment.resized_boxes` takes, because their boxes depend on the
             size of the image. For other crops it holds boxes (n,V,4) in whole pixels of
             the centered, resized square of the image: top, left, height, width. With
-            padding they may reach outside the square.
+            padding they may reach outside the square. V is the number of views of the
+            kind.
 
         Raises:
-            ValueError: A crop of fixed size is larger than the padded square.
+            ValueError: The crop is ``pad`` or ``pad_or_resized``, and a view is larger
+                than the square with its padding.
         """
         generator, chosen = (
             augment_generator(self.seed, self.stream, step),
@@ -192,13 +198,14 @@ class Cropper:
             image: Encoded bytes, a path or URI, or pixels uint8 (H, W, 3).
             planned: For each kind of views (large, small) the row of this image in the
                 result of :meth:`_draw_crops`.
-            out: For each kind its V views, uint8 (3, size, size), which are
-                overwritten.
-            square_out: uint8 (3, side, side), into which the center of the image is
-                written, resized; None if that is not wanted.
+            out: For each kind its V views, uint8 (3, size, size), where ``size`` is
+                that of the kind. They are overwritten, except for a view whose box lies
+                outside the square, see :func:`crop_`.
+            square_out: uint8 (3, side, side), into which the centered square of the
+                image is written, resized to ``side``; None if that is not wanted.
 
         Raises:
-            BadImage: The image cannot be decoded.
+            BadImage: The image cannot be read or decoded.
             StorageError: The image's file cannot be read now, but perhaps later.
         """
         square, whole = self._decode(image, square_out is not None)
@@ -215,20 +222,22 @@ class Cropper:
                 crop_(view, source, box, self.how.interpolation)
 
     def _decode(self, image: Image, with_square: bool) -> tuple[Any, Any]:
-        """Decode an image into the two sizes that its views are cut from.
+        """Decode an image into the square and the whole image that views are cut from.
 
         Args:
             image: Encoded bytes, a path or URI, or pixels uint8 (H, W, 3).
             with_square: Whether the square is needed even if no view is cut from it.
 
         Returns:
-            The center of the image, resized to the stored square, uint8 (3, side,
-            side); and the whole image, uint8 (H, W, 3), or (H, W, 4) with a fourth
-            channel that means nothing, which for a JPEG may be decoded at a smaller
-            scale. One of them is None if it is not needed.
+            Two values, both upright and in RGB. The first is the centered square of the
+            image, resized to the stored side, uint8 (3, side, side); None if all crops
+            are ``resized`` and ``with_square`` is False. The second is the whole image,
+            uint8 (H, W, 3), or (H, W, 4) with a fourth channel that means nothing (it
+            is not alpha); None if no crop is ``resized``. A JPEG may be decoded at a
+            smaller scale, and H and W are its sides at that scale.
 
         Raises:
-            BadImage: The image cannot be decoded.
+            BadImage: The image cannot be read or decoded.
             StorageError: The image's file cannot be read now, but perhaps later.
         """
         crops = {kind.crop for kind in self.kinds}
@@ -241,11 +250,13 @@ class Cropper:
 
     @cached_property
     def _draft_side(self) -> int:
-        """The side in pixels down to which a JPEG decoder may reduce a whole image.
+        """The side in pixels for which a whole image is decoded.
 
-        Decoding at a reduced size is faster. If both sides of an image have this length
-        or more, its smallest random resized crop (the crop ``resized`` of the
-        configuration) still has as many pixels as its view.
+        If both sides of an image have this length or more, its smallest ``resized``
+        crop has at least as many pixels as its view. A JPEG is decoded at a smaller
+        scale, which is faster, as long as both sides then have at least four times
+        (:data:`uno.data.decode.DRAFT`) this length. This property needs a kind of views
+        with the crop ``resized``.
         """
         resized = (kind for kind in self.kinds if kind.crop == "resized")
         return max(

@@ -71,8 +71,9 @@ def join_group(
         world_size: The number of processes in the group.
 
     Raises:
-        Interrupted: The connection to another rank is lost, or a rank is late, when
-            the group is joined or in the block. Any other error, such as that of a
+        Interrupted: The connection to another rank is lost, or a rank is 10 minutes
+            late (:data:`TIMEOUT`), when the group is joined, in the block, or when the
+            group is destroyed. Any other error, such as that of a
             collective with tensors of different sizes, is raised as it is: the same
             command would end in it again.
     """
@@ -275,7 +276,7 @@ def run_tasks(tasks: Sequence[RankTask], device: torch.device) -> list[Tensor]:
     Rank r of W computes the tasks r, r + W, r + 2W and so on, one after the other. All
     ranks call this. With several ranks the tasks run in a thread. An error of a task
     ends the tasks of its rank, and is raised on this rank alone, after all ranks have
-    finished theirs.
+    finished theirs. The other ranks then wait for its results.
 
     Args:
         tasks: The same tasks on every rank.
@@ -306,7 +307,8 @@ def compute_on_rank0(
 ) -> dict[str, Tensor]:
     """Compute tensors on rank 0, and return them on every rank.
 
-    All ranks call this. An error of the function is raised on rank 0 alone.
+    All ranks call this. An error of the function is raised on rank 0 alone; the other
+    ranks then wait for the tensors.
 
     Args:
         function: Returns the tensors by name. Only rank 0 calls it, in a thread if
@@ -385,10 +387,14 @@ class GroupWorker:
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the module to call in training: ``model`` itself, or its DDP wrapper.
 
-        With several ranks DDP averages gradients over them. On GPUs, batch
-        normalization then uses the statistics of the batch of all ranks: its layers in
-        ``model`` are replaced. The CPU has no kernels for that. In both cases buffers,
-        such as running statistics, are not sent between ranks.
+        With one rank it is ``model`` itself. With several ranks DDP averages gradients
+        over them. On GPUs, batch normalization then uses the statistics of the batch of
+        all ranks: its layers in ``model`` are replaced. The CPU has no kernels for
+        that. In both cases buffers, such as running statistics, are not sent between
+        ranks.
+
+        Args:
+            model: The model, on the device of this rank.
         """
         if self.world_size == 1:
             return model
@@ -422,10 +428,11 @@ class GroupWorker:
     def should_stop(self, step: int) -> bool:
         """Return whether training should stop now, with the same answer on all ranks.
 
-        Rank 0 looks for a request, see :meth:`asked_to_stop`, and the ranks share its
-        answer by a sum: before every step on the CPU, and before every tenth step on a
-        GPU, because this waits for the GPU. Before other steps the answer is False. All
-        ranks must call this.
+        Rank 0 looks for a request, see :meth:`asked_to_stop`, but at most every two
+        seconds; otherwise its answer is no. The ranks share this answer by a sum:
+        before every step on the CPU, and before every tenth step on a GPU, because this
+        waits for the GPU. Before other steps the answer is False. All ranks must call
+        this.
 
         Args:
             step: The number of steps that are done.

@@ -87,7 +87,7 @@ def did_you_mean(
     Args:
         word: What the user wrote.
         known: The words that are accepted.
-        otherwise: The hint if no known word is similar.
+        otherwise: The hint if no known word is similar, such as "see uno --help".
         show: Returns the text for a suggested word; by default the word in quotes.
         likely: Words that are all suggested, joined by "or", instead of the known word
             that is most similar to ``word``; ``known`` is not used then.
@@ -108,7 +108,8 @@ def as_user_error(error: Exception) -> UnoError | None:
         error: The error that ended the command.
 
     Returns:
-        A ConfigError if a package is not installed that is not a part of this project.
+        A ConfigError that says what to install, if a module was not found and its
+        top-level package is none of ``uno``, ``pipelines``, ``tune`` and ``reproduce``.
         A StorageError if the disk is full or read-only, or the user's quota is used up.
         None for any other error, which is a defect of the program.
     """

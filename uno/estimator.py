@@ -78,30 +78,34 @@ class NovelClassDiscovery(
             (:mod:`uno.clustering.num_classes`), which needs two known classes.
         setting: ``"gcd"``: unlabeled rows of ``fit`` can belong to known classes.
             ``"ncd"``: none of them does.
-        random_state: Seed of k-means, a ``RandomState``, or None for another result in
-            each call.
+        random_state: Seed of all random choices, such as the starts of k-means. A
+            ``RandomState`` advances in each call of ``fit``, and None gives another
+            result in each call.
 
     Attributes:
         classes_: Labels (C,) of all classes: the known ones in ascending order, then
             the novel ones.
-        novel_classes_: Labels (C_u,) of the novel classes. If labels are integers, the
-            next integers above them; otherwise ``"novel-1"``, ``"novel-2"``, ...
+        novel_classes_: Labels (C_u,) of the novel classes. If labels are numbers, the
+            next integers above them; otherwise ``"novel-1"``, ``"novel-2"``, ... With
+            boolean labels the known classes in ``classes_`` become text, too.
         labels_: Class (N,) of each row that was passed to ``fit``. Labeled rows have
             their label.
         expected_accuracy_: Expected share of right rows, 0-1: in ``"ncd"`` of the
             unlabeled rows, after the best matching of clusters to novel classes; in
             ``"gcd"`` of all unlabeled rows, after matching all classes. It is estimated
             from how far other clusterings agree (:mod:`uno.expectation`), and NaN if
-            there are too few rows to tell.
+            there are too few unlabeled rows to tell.
         expected_accuracy_interval_: Lower and upper end of the interval that holds nine
-            tenths of such tasks.
-        n_novel_interval_: Lower and upper end of the interval of the estimate, or twice
-            ``n_novel`` if it is a number; (0, 0) if ``fit`` got no unlabeled row.
+            tenths of such tasks; (NaN, NaN) if there are too few rows.
+        n_novel_interval_: Lower and upper end of the interval of the estimate. If
+            ``n_novel`` is a number, both ends are this number. (0, 0) if ``fit`` got no
+            unlabeled row.
         similar_classes_: Pairs of novel classes that look like parts of one class, the
             most similar first: at most as many as ``n_novel`` is larger than the number
             of novel classes that :mod:`uno.clustering.num_classes` estimates. The list
             is empty if ``n_novel`` is ``"auto"``.
-        mean_: Mean (D',) of the rows after scaling to length one.
+        mean_: Mean (D',) of the rows, or of an evenly spaced sample of them, after
+            scaling to length one.
         directions_: Matrix (D', P) to coordinates in which known classes vary alike in
             all directions.
         prototypes_: Directions (C, P) of the classes' means in these coordinates. Rows
@@ -137,14 +141,20 @@ class NovelClassDiscovery(
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:  # noqa: N803
         """Find the novel classes, and store the result in the estimator's attributes.
 
+        At most ``MAX_CLUSTERED_ROWS`` (20,000) evenly spaced labeled rows, as many
+        unlabeled ones, and a row of each known class that would have none are
+        clustered. Then every unlabeled row gets the class of the prototype with the
+        largest cosine: among all classes if ``setting`` is ``"gcd"``, among the novel
+        ones if it is ``"ncd"``.
+
         Args:
             X: Features (N, D): an array, a data frame, a column of N vectors, or a
                 sparse matrix, which is reduced to at most ``MAX_SPARSE_DIRECTIONS``
-                dimensions first.
+                (256) dimensions first.
             y: Labels (N,) of any type that can be sorted. Unlabeled rows have -1
-                (numbers, or ``"-1"`` in an array of strings), NaN, None or an empty
-                string. Without any unlabeled row the result has the known classes
-                alone, with a warning.
+                (numbers, or ``"-1"`` in an array of strings), NaN, None, ``"<NA>"`` or
+                an empty or blank string. Without any unlabeled row the result has the
+                known classes alone, with a warning.
 
         Returns:
             The estimator itself.
@@ -153,9 +163,9 @@ class NovelClassDiscovery(
             ValueError: A parameter is out of its range; ``X`` is not finite, has fewer
                 than two rows, or has another number of rows than ``y``; ``y`` is None,
                 is not one column, or holds values that are no classes, such as
-                fractions; no row has a label; there are not more unlabeled rows than
-                classes to find among them; or ``n_novel="auto"`` and only one class is
-                known.
+                fractions; no row has a label; there are unlabeled rows, but not more
+                than classes to find among them; or there are unlabeled rows,
+                ``n_novel="auto"`` and only one known class.
         """
         self._check_parameters()
         labels, is_labeled = split_labels(y)
@@ -215,19 +225,21 @@ class NovelClassDiscovery(
             X: Features (N, D): an array, a data frame, a column of N vectors, or a
                 sparse matrix.
             y: Labels (N,). Unlabeled rows have -1 (numbers, or ``"-1"`` in an array of
-                strings), NaN, None or an empty string.
+                strings), NaN, None, ``"<NA>"`` or an empty or blank string.
 
         Returns:
             The classes (N,). Labeled rows keep their label. With the parameter
             ``setting="gcd"`` an unlabeled row gets a known or a novel class, with
             ``"ncd"`` a novel one. The novel classes are named in the type of the
-            labels: the next integers above them, or ``"novel-1"``, ``"novel-2"``, ...
-            Without any unlabeled row these are the labels, with a warning.
+            labels: the next integers above numbers, otherwise ``"novel-1"``,
+            ``"novel-2"``, ... Without any unlabeled row the result has the labels
+            alone, with a warning.
 
         Raises:
-            ValueError: A parameter is out of its range, ``X`` or ``y`` cannot be used,
-                no row has a label, there are not more unlabeled rows than classes to
-                find among them, or ``n_novel="auto"`` and only one class is known.
+            ValueError: A parameter is out of its range; ``X`` or ``y`` cannot be used;
+                no row has a label; there are unlabeled rows, but not more than classes
+                to find among them; or there are unlabeled rows, ``n_novel="auto"`` and
+                only one known class.
         """
         labels: NDArray[Any] = self.fit(X, y).labels_
         return labels
@@ -236,7 +248,8 @@ class NovelClassDiscovery(
         """Return the known or novel class of each row of features.
 
         The class is that of the prototype with the largest cosine. In both settings the
-        prototypes of all known and novel classes take part.
+        prototypes of all known and novel classes take part, except for classes that got
+        no row in :meth:`fit`.
 
         Args:
             X: Features (N, D), D as in :meth:`fit`.
@@ -255,9 +268,9 @@ class NovelClassDiscovery(
     def predict_proba(self, X: ArrayLike) -> NDArray[Any]:  # noqa: N803
         """Return the probability of each class for each row of features.
 
-        It is the softmax of the cosines with the classes' prototypes, divided by
-        ``TEMPERATURE``. The probabilities rank rows by certainty; they are not
-        calibrated.
+        The cosines with the classes' prototypes are divided by ``TEMPERATURE`` (0.1),
+        and the softmax of the quotients is returned. The probabilities rank rows by
+        certainty; they are not calibrated.
 
         Args:
             X: Features (N, D), D as in :meth:`fit`.
@@ -282,24 +295,24 @@ class NovelClassDiscovery(
     ) -> float:
         """Return the share of labeled rows whose predicted class is their label.
 
-        Unlabeled rows are left out. So a search such as ``GridSearchCV`` can compare
-        steps before this one by held-out rows of known classes, but it cannot choose
-        ``n_novel``.
+        Rows count by their weights. Unlabeled rows are left out. So a search such as
+        ``GridSearchCV`` can compare steps before this one by held-out rows of known
+        classes, but it cannot choose ``n_novel``.
 
         Args:
             X: Features (N, D), D as in :meth:`fit`.
-            y: Labels (N,). Unlabeled rows have -1 (or ``"-1"``), NaN, None or an empty
-                string, and do not count.
+            y: Labels (N,). Unlabeled rows have -1 (or ``"-1"``), NaN, None, ``"<NA>"``
+                or an empty or blank string, and do not count.
             sample_weight: Weights (N,) of the rows; None for equal weights.
 
         Returns:
             The accuracy, 0 to 1.
 
         Raises:
-            ValueError: No row has a label, ``y`` is None or holds values that are no
-                classes, ``X``, ``y`` and ``sample_weight`` differ in length,
-                :meth:`fit` was not called (``NotFittedError``), or ``X`` differs in its
-                features from that of :meth:`fit` or is not finite.
+            ValueError: No row has a label; ``y`` is None, is not one column, or holds
+                values that are no classes; ``X``, ``y`` and ``sample_weight`` differ in
+                length; :meth:`fit` was not called (``NotFittedError``); or ``X``
+                differs in its features from that of :meth:`fit` or is not finite.
         """
         labels, is_labeled = split_labels(y)
         check_consistent_length(X, labels, sample_weight)
@@ -321,7 +334,9 @@ class NovelClassDiscovery(
 
         Rows are scaled to length one, centered, projected to their leading principal
         directions, and whitened within the known classes. If :meth:`fit` got a sparse
-        matrix, ``svd_`` reduces the features first. The estimator is not changed.
+        matrix, ``svd_`` reduces the features first. The coordinates are not scaled to
+        length one; :meth:`predict` compares them by cosine. The estimator is not
+        changed.
 
         Args:
             X: Features (N, D), D as in :meth:`fit`.
@@ -414,7 +429,7 @@ class NovelClassDiscovery(
         """Find the novel classes by clustering, and set ``n_novel_interval_``.
 
         ``n_novel_interval_`` becomes the lower and upper end of the estimate of the
-        number of novel classes, or twice ``n_novel`` if that is a number. At most
+        number of novel classes. If ``n_novel`` is a number, both ends are it. At most
         ``MAX_CLUSTERED_ROWS`` evenly spaced labeled rows and as many unlabeled ones are
         used, and a row of each known class that would have none. A warning is issued if
         the interval of an estimate reaches the largest calibrated number.

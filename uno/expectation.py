@@ -68,6 +68,9 @@ class Line:
     def __call__(self, agreement: float) -> Expectation:
         """Return the expected accuracy of a clustering, with its interval.
 
+        The expected accuracy is the mean of the accuracies that the stored residuals
+        around the line give, not the accuracy on the line itself.
+
         Args:
             agreement: The mean logit of the shares of rows on which other clusterings
                 agree with it, see :func:`mean_logit`.
@@ -118,7 +121,7 @@ def expected_accuracy(
         matching: How clusters are matched with classes before correct images are
             counted. ``"one_to_one"``: all clusters with all classes. ``"strict"``:
             clusters of known classes stand for these, and only novel clusters are
-            matched. Both are the same in ``ncd``.
+            matched; only ``gcd`` has it. In ``ncd`` both would be the same.
 
     Returns:
         The expected accuracy, 0 to 1, and its interval, by the stored line of the
@@ -209,7 +212,7 @@ def calibration() -> Mapping[str, Any]:
         ``ranges`` has the smallest and largest number of unlabeled images, known
         classes and novel classes of these tasks, and the list of their encoders.
         ``lines`` has the fields of a :class:`Line` for each setting (``ncd``, ``gcd``)
-        and, below it, each matching (``one_to_one``, ``strict``).
+        and, below it, each matching: ``one_to_one``, and for ``gcd`` also ``strict``.
     """
     text = files("uno").joinpath(CALIBRATION_FILE).read_text("utf-8")
     found: Mapping[str, Any] = json.loads(text)

@@ -19,7 +19,8 @@ OBJECT_NAME = r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*"
 def is_object_name(name: str) -> bool:
     """Return whether a text has the form ``package.module:NAME`` of an import path.
 
-    Nothing is imported, so the object need not exist.
+    There may be any number of packages, also none, and ``NAME`` has no dot. Nothing is
+    imported, so the object need not exist.
 
     Args:
         name: The text.
@@ -34,7 +35,8 @@ def import_object(key: str, name: str) -> Any:
 
     Args:
         key: The key of the configuration that holds the name, for the error message.
-        name: The name. Modules in the working directory are found, too.
+        name: The name, ``package.module:NAME``. Modules in the working directory are
+            found, too.
 
     Raises:
         ConfigError: The module is not found, has a syntax error or raises an

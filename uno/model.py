@@ -152,10 +152,11 @@ class UnoModel(nn.Module):
                 the encoder.
 
         Returns:
-            Cosines with the prototypes of the known head, the cluster heads and the
-            overclustering heads, before the division by the temperature; the features
-            before the adapter; and the projections, detached. A field is None if the
-            model has no such heads.
+            Cosines with the prototypes of the known head (V, B, C_l), the cluster heads
+            (V, H, B, C_u) and the overclustering heads (V, H, B, m C_u), before the
+            division by the temperature; the features before the adapter (V, B, D); and
+            the projections (V, H or 2H, B, P) at length one, detached. A field is None
+            if the model has no such heads.
         """
         batches = [
             torch.cat(list(group))
@@ -174,10 +175,11 @@ class UnoModel(nn.Module):
             num_views: The number of views V.
 
         Returns:
-            Cosines with the prototypes of the known head, the cluster heads and the
-            overclustering heads, before the division by the temperature; the given
-            features by view, before the adapter; and the projections, detached. A field
-            is None if the model has no such heads.
+            Cosines with the prototypes of the known head (V, B, C_l), the cluster heads
+            (V, H, B, C_u) and the overclustering heads (V, H, B, m C_u), before the
+            division by the temperature; the given features by view (V, B, D), before
+            the adapter; and the projections (V, H or 2H, B, P) at length one, detached.
+            A field is None if the model has no such heads.
         """
         by_view = features.unflatten(0, (num_views, -1))
         if self.adapter is not None:
@@ -256,7 +258,8 @@ def forward(model: UnoModel, images: Tensor, config: Config) -> Logits:
         config: The configuration of the run.
 
     Returns:
-        The logits of the center crops, as one view (V = 1), on the model's device.
+        The outputs of :meth:`UnoModel.forward` for the center crops as one view (V =
+        1), on the model's device: cosines of all heads, features and projections.
     """
     assert not model.training
     side = min(config.augment.large.size, images.shape[-1])

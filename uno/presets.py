@@ -259,11 +259,11 @@ def scale_sizes(config: Config, size: Any) -> Values:
     """Scale the settings of a preset that are lengths in pixels to another image size.
 
     The lengths keep the proportions that they have in ``config``, rounded. But small
-    views have at least 4 pixels, and stored images 4 to 1024.
+    views have at least 4 pixels, stored images 4 to 1024, and paddings at most 256.
 
     Args:
         config: The configuration of the preset, which stays as it is.
-        size: The new side of large views in pixels.
+        size: The new side of large views in pixels, a whole number or its text.
 
     Returns:
         The sizes of large views (``size`` itself), small views and stored images, and

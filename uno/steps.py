@@ -31,14 +31,14 @@ class TrainState:
         device: The device of the model.
         autocast: Whether forward passes use bfloat16.
         epoch_losses: Sum of the cluster loss of each of H heads over this worker's
-            current epoch, and the number of its steps; float64 (H + 1,).
+            steps of the current epoch, and the number of these steps; float64 (H + 1,).
         head_losses: Mean cluster loss of each head over the last finished epoch and all
-            workers, float32 (H,).
+            workers, float32 (H,); infinite before an epoch has finished.
         window_loss: Sum of the total loss since the last line of metrics, and the
             number of steps in it; float64 (2,).
         skipped: Number of steps that were skipped because gradients were not finite,
             ().
-        step: Number of optimizer steps in this phase.
+        step: Number of optimizer steps in this phase, also skipped ones.
         total_steps: Number of steps in the schedule of the phase, set by
             :func:`uno.training.fit`.
         warmup_steps: Number of warm-up steps in that schedule, set by
@@ -178,8 +178,8 @@ def state_tensors(state: TrainState) -> dict[str, Tensor]:
 
     A run that resumes from them continues bit for bit. The names begin with "model/"
     (weights and buffers), "optimizer/" or "extra/" (tensors that the method keeps), or
-    are those in :data:`COUNTERS` (running losses and skipped steps). The tensors are
-    not copied.
+    are those in :data:`COUNTERS` (running losses and skipped steps). The number of the
+    step, ``grad_norm`` and the teacher are not among them. The tensors are not copied.
     """
     tensors = {
         f"model/{name}": tensor for name, tensor in state.model.state_dict().items()
@@ -209,8 +209,12 @@ def _optimizer_tensors(state: TrainState) -> dict[str, dict[str, Tensor]]:
 def load_state_(state: TrainState, tensors: dict[str, Tensor], step: int) -> None:
     """Load the tensors of a checkpoint into the state of training, in place.
 
-    ``state.extra`` is replaced by the checkpoint's tensors, copied to the device. After
-    an error the state may be loaded in part.
+    The values of the model, the optimizer and the :data:`COUNTERS` are copied into the
+    tensors that the state has. ``state.extra`` becomes a new dict with a copy, on the
+    device of the state, of every tensor whose name begins with "extra/", by the rest of
+    its name. Names and shapes of these are not checked. ``state.step`` becomes
+    ``step``. Everything else in the state stays, and other names in ``tensors`` are
+    ignored. After an error the state may be loaded in part.
 
     Args:
         state: The state of a model of the same shape. It is updated.
@@ -219,8 +223,9 @@ def load_state_(state: TrainState, tensors: dict[str, Tensor], step: int) -> Non
 
     Raises:
         KeyError: A tensor of the optimizer or of :data:`COUNTERS` is missing.
-        RuntimeError: A tensor of the model is missing or unknown, or a tensor has
-            another shape.
+        RuntimeError: A tensor of the model is missing, unknown or of another shape; or
+            a tensor of the optimizer or of :data:`COUNTERS` cannot be broadcast to the
+            shape of the one in the state.
     """
     state.model.load_state_dict(with_prefix(tensors, "model/"))
     for name, kept in _optimizer_tensors(state).items():
@@ -288,13 +293,15 @@ def take_step(
     """Take one SGD step on the loss of a batch, and count the loss in ``state``.
 
     Gradients are averaged over all workers, so that a NaN on one rank makes all ranks
-    skip the step: weights and sums of losses stay, and ``state.skipped`` rises by one.
-    ``state.step`` rises in any case, and ``state.grad_norm`` becomes the norm of all
-    gradients. The gradients of the parameters stay until the next step. The device is
-    not synchronized.
+    skip the step: the optimizer changes neither weights nor momentum, the sums of
+    losses stay, and ``state.skipped`` rises by one. (The forward pass has then already
+    updated running statistics.) ``state.step`` rises in any case, and
+    ``state.grad_norm`` becomes the L2 norm of all gradients together. The gradients of
+    the parameters stay until the next step. The device is not synchronized.
 
     Args:
-        loss_function: Computes the loss.
+        loss_function: Computes the loss. If it returns a scalar instead of a
+            :class:`Loss`, the scalar also counts as the loss of a single head.
         state: The state of training. It is updated.
         batch: The batch.
         config: The configuration of the run.
@@ -302,7 +309,8 @@ def take_step(
             group.
 
     Returns:
-        The loss of this worker's rows (1,), detached.
+        The total loss of this worker's rows (1,), detached, also if the step was
+        skipped.
     """
     loss = loss_function(state, batch, config)
     if not isinstance(loss, Loss):
@@ -338,8 +346,9 @@ def forward(state: TrainState, batch: Batch) -> Logits:
         batch: The batch of V views.
 
     Returns:
-        The outputs of all heads for all rows, which are cosines with prototypes, and
-        the features of the rows.
+        The outputs of all heads for all views and rows, which are cosines with
+        prototypes, the features, and the projections, as
+        :meth:`uno.model.UnoModel.forward` returns them.
     """
     state.model.normalize_prototypes_()
     with torch.autocast(state.device.type, torch.bfloat16, enabled=state.autocast):

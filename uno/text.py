@@ -8,7 +8,8 @@ from uno.errors import printable
 def visible(name: object, limit: int = 300) -> str:
     """Return a name with unprintable characters escaped, at most ``limit`` characters.
 
-    A longer name is cut off and ends in "…". The result is not escaped for HTML.
+    A name that is longer after escaping is cut off and ends in "…". The result is not
+    escaped for HTML.
 
     Args:
         name: The name, or another object that is converted to text.

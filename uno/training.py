@@ -69,8 +69,8 @@ class Worker(Protocol):
 
         Args:
             metrics: Values by name. "phase", "step" and "event" are always there.
-                "event" is "epoch" at the end of an epoch and "step" otherwise. Lines
-                that all ranks report have "loss", too.
+                "event" is "epoch" at the end of a full epoch and "step" otherwise.
+                Lines that all ranks report have "loss", too.
         """
 
     def should_stop(self, step: int) -> bool:
@@ -203,7 +203,7 @@ def warmup_cosine(
         warmup_steps: The number of warm-up steps. It may be 0, and exceed
             ``total_steps``.
         base_lr: The highest learning rate.
-        min_lr: The learning rate at the start and at the end.
+        min_lr: The learning rate at the start of a warm-up and at the end.
     """
     if step < warmup_steps:
         return min_lr + (base_lr - min_lr) * step / warmup_steps
@@ -226,13 +226,16 @@ def fit(
     the state and leaves the model in training mode. Rank 0 writes ``metrics.jsonl`` and
     checkpoints, the last one at the end, and deletes old ones. Every rank reports
     metrics to the worker. If weights are not finite, or too many steps had gradients
-    that are not, training goes back to the newest checkpoint, once.
+    that are not, training goes back to the newest checkpoint, once. Both are checked
+    where a line of metrics or a checkpoint is due. Of a phase without steps only a
+    checkpoint of the initial state is written, unless it has one.
 
     Args:
         config: The configuration of the run.
         phase: The phase to train.
         state: The state at step 0. It is updated.
-        batches: Returns the batch of a step. It must depend on nothing but the step.
+        batches: Returns the batch of a step, which is given by its number from 0. The
+            batch must depend on nothing but the step.
         worker: The process that trains.
         storage: The run directory.
 
@@ -241,8 +244,9 @@ def fit(
             finite.
         NumericsError: Losses or weights were not finite again after a roll-back, or
             before there was a checkpoint to roll back to.
-        StorageError: A checkpoint or the metrics cannot be written, the newest
-            checkpoint does not fit the model, or all checkpoints are damaged.
+        StorageError: A checkpoint or the metrics cannot be written, the newest valid
+            checkpoint does not fit the model, or there are checkpoints and all are
+            damaged.
     """
     state.total_steps = max(1, phase.total_steps)
     state.warmup_steps = phase.warmup_steps
@@ -361,7 +365,8 @@ class Health:
         Raises:
             NumericsError: There is no checkpoint, or this object has rolled back
                 training before.
-            StorageError: The checkpoint does not fit the model, or all are damaged.
+            StorageError: The newest valid checkpoint does not fit the model, or there
+                are checkpoints and all are damaged.
         """
         at = f"{phase.name} step {state.step}"
         if self._rolled_back or not resume_(state, storage, phase.name):
@@ -386,8 +391,9 @@ def resume_(state: TrainState, storage: Storage, phase: str) -> bool:
         Whether a checkpoint was loaded. If not, the state is not changed.
 
     Raises:
-        StorageError: The newest valid checkpoint does not fit the model, or the phase
-            has checkpoints and all are damaged.
+        StorageError: The newest valid checkpoint does not fit the model, after which
+            the state may be loaded in part; or the phase has checkpoints and all are
+            damaged.
     """
     checkpoint = load_newest(storage, phase)
     if checkpoint is not None:
@@ -411,11 +417,12 @@ def _save(
 ) -> None:
     """Write a checkpoint of the state of training.
 
-    All ranks must call this. The state is not changed. Rank 0 copies the tensors,
-    writes the file in the thread of the journal, and then deletes the older checkpoints
-    of the phase but ``train.keep_checkpoints``. If an earlier checkpoint is still being
-    written, rank 0 first waits until that is done. The sums of losses are stored as
-    their means over the ranks.
+    All ranks must call this. The state is not changed. Rank 0 copies the tensors, and
+    writes the file in the thread of the journal. It then deletes old checkpoints of the
+    phase, so that the newest ``train.keep_checkpoints`` up to this step stay, this one
+    included. If an earlier checkpoint is still being written, rank 0 first waits until
+    that is done. The sums in ``epoch_losses`` and ``window_loss`` are stored as their
+    means over the ranks.
 
     Args:
         config: The configuration of the run.
@@ -490,8 +497,8 @@ def _is_checkpoint_due(config: Config, worker: Worker, saved_at: float) -> bool:
 def _is_finite(state: TrainState) -> bool:
     """Return whether the weights and running statistics of the model are finite.
 
-    All ranks must call this. They get the same answer: False if any rank has a value
-    that is not finite.
+    These are all floating-point tensors of its state dict. All ranks must call this.
+    They get the same answer: False if any rank has a value that is not finite.
     """
     tensors = [t for t in state.model.state_dict().values() if t.is_floating_point()]
     finite = torch.stack([t.isfinite().all() for t in tensors]).all()
@@ -501,9 +508,11 @@ def _is_finite(state: TrainState) -> bool:
 def _finish_epoch_(state: TrainState) -> None:
     """Compute the mean loss of each cluster head over the epoch and all workers.
 
-    This happens in place at the end of an epoch. The means are stored in
-    ``state.head_losses``, which is not changed if all steps were skipped. The sums in
-    ``state.epoch_losses`` become zero. All ranks must call this.
+    :func:`fit` calls this at the end of an epoch, and where the phase ends within an
+    epoch. The mean is over the steps of the epoch that were not skipped because of
+    gradients that are not finite. The means are stored in ``state.head_losses``, in
+    place; they are not changed if all steps were skipped. The sums and the number of
+    steps in ``state.epoch_losses`` become zero. All ranks must call this.
     """
     *_, count = sums = distributed.all_reduce_sum_(state.epoch_losses)
     means = torch.where(count > 0, sums[:-1] / count, state.head_losses)
@@ -526,11 +535,12 @@ def _collect_metrics_(
         timer: The times of the steps.
 
     Returns:
-        Values by name. "loss" is the mean over the steps, NaN if all were skipped.
-        "event" is "epoch" at the end of an epoch and "step" otherwise. "grad_norm" is
-        the norm of the gradient of the last step; it is left out if it is not finite.
-        "lr" is the learning rate, and "skipped_steps" the number of skipped steps so
-        far.
+        Values by name. "loss" is the mean of the total loss over the steps that were
+        not skipped because of gradients that are not finite; NaN if all were skipped.
+        "event" is "epoch" at the end of a full epoch and "step" otherwise. "grad_norm"
+        is the norm of the gradient of the last step; it is left out if it is not
+        finite. "lr" is the learning rate, and "skipped_steps" the number of skipped
+        steps of the phase so far.
         :meth:`Phase.describe_position` has the names of the position, and
         :meth:`StepTimer.collect` those of the times.
     """
@@ -562,8 +572,10 @@ class StepTimer:
             is the time in seconds that was spent waiting for data.
 
     Attributes:
-        rank_ms: Milliseconds in a step until the end of this rank's forward pass, the
-            mean of the steps before the last :meth:`collect`; 0 before the first.
+        rank_ms: Milliseconds from the begin of a step to the end of this rank's first
+            forward pass in it, the mean of the steps between the last two calls of
+            :meth:`collect`; 0 before the first call. A step that is replayed from a
+            CUDA graph counts as 0.
         close: Removes the hook from the module.
     """
 
@@ -587,7 +599,8 @@ class StepTimer:
         """Return times and throughput of the steps since the last call, and restart.
 
         All ranks must call this, because it gathers their times. At least one step must
-        have been done. This rank's own time is stored in ``rank_ms``.
+        have been done since the last call, or since :meth:`restart`. This rank's own
+        time is stored in ``rank_ms``.
 
         Args:
             images_per_step: The number of images in a step, over all workers.
@@ -601,8 +614,8 @@ class StepTimer:
             number of the slowest rank, if it needs more than 1.3 times the median. Two
             values do not depend on the number of ranks: "data_wait", only for streamed
             data, is the largest share of the time in which a rank waited for data, 0-1;
-            and "peak_memory_gb", only on GPUs, is the largest memory of a GPU so far,
-            in GB.
+            and "peak_memory_gb", only on GPUs, is the most memory in GB (10**9 bytes)
+            that PyTorch has had in use on one of the GPUs so far.
         """
         device = self._state.device
         seconds = time.perf_counter() - self._window_start

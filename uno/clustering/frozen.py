@@ -116,11 +116,11 @@ def discover_clusters(
     size.
 
     Args:
-        labeled: Features (N_l, D) of labeled rows.
+        labeled: Features (N_l, D) of labeled rows. All tensors must be on the CPU.
         labels: The known classes of these rows, int64 (N_l,), 0 to C_l - 1. Each class
             has a row.
-        unlabeled: Features (N_u, D) of unlabeled rows, which must be more than there
-            are clusters.
+        unlabeled: Features (N_u, D) of unlabeled rows. N_u must be above C_u, or above
+            C_l + C_u if ``gcd``.
         num_novel: Number of novel classes C_u. The result has exactly as many.
         gcd: Whether unlabeled rows can belong to known classes.
         seed: Seed of k-means, and of the random halves that two of the other
@@ -269,8 +269,8 @@ class Clustering:
         Args:
             kind: What k-means clusters: ``KMEANS`` ("k-means") the rows, ``SMOOTHED``
                 ("smoothed k-means") the means of rows and their nearest neighbors,
-                ``SPECTRAL`` ("spectral clustering") spectral coordinates of the
-                neighbor graph.
+                ``SPECTRAL`` ("spectral clustering") the spectral coordinates of the
+                rows in the neighbor graph, as many as there are clusters.
             num_novel: Number of novel clusters to find, which may differ from that of
                 this object.
             num_starts: Number of starts of k-means, of which the best counts.
@@ -366,7 +366,8 @@ class Clustering:
     def subset(self, chosen: Tensor) -> "Clustering":
         """Return the same task for a part of the rows, with neighbors among these.
 
-        The result is this object itself if all rows are chosen.
+        The neighbors are searched anew. The result is this object itself if all rows
+        are chosen.
 
         Args:
             chosen: Indices of the rows to keep, int64 (n,), in ascending order.
@@ -383,7 +384,8 @@ class Clustering:
         Such pairs may be parts of one class. Nothing is merged.
 
         Args:
-            clusters: The cluster of each row, int64 (N,).
+            clusters: The cluster of each row, int64 (N,), 0 to C_l + C_u - 1, the known
+                classes first.
 
         Returns:
             float64 (n, 3), with at most ``MAX_SIMILAR_PAIRS`` pairs, the most similar
@@ -425,8 +427,9 @@ def merge_pairs(
 
     The mixing of two clusters is the number of nearest neighbors that they have in each
     other, relative to a random division of their rows, see
-    :func:`uno.clustering.neighbors.compute_mixing`. Pairs with a mixing of 0 are
-    ordered by the cosine of their means. Pairs of which one cluster has less than
+    :func:`uno.clustering.neighbors.compute_mixing`. It is computed anew for a merged
+    cluster. To break ties, 1e-6 times the cosine of the clusters' means is added, which
+    orders the pairs with a mixing of 0. Pairs of which one cluster has less than
     ``min_rows`` rows merge before all others.
 
     Args:
@@ -544,8 +547,13 @@ def measure_agreement(
     :meth:`Clustering.run` (smoothed k-means into more clusters, and merging) with
     another seed. Each of the last two is the same on the labeled rows and a random half
     of the unlabeled rows, drawn independently, after which all unlabeled rows go to the
-    nearest mean. At most ``MAX_COMPARED_ROWS`` labeled and as many unlabeled rows,
-    evenly spaced, are clustered and compared.
+    mean with the largest cosine, see :func:`cluster_without_half`. In generalized
+    category discovery all of them keep the labeled rows in the clusters of their
+    classes.
+
+    At most ``MAX_COMPARED_ROWS`` labeled and as many unlabeled rows, evenly spaced, are
+    clustered, and one labeled row of each known class that would have none. The given
+    and the other clusters are compared on the unlabeled ones of these rows.
 
     Args:
         clustering: The rows, whitened within the known classes, with their labels.
@@ -556,8 +564,9 @@ def measure_agreement(
 
     Returns:
         For each of the A other clusterings the share of the compared unlabeled rows on
-        which it agrees, 0 to 1, under the best one-to-one matching of clusters; (A,).
-        It is empty if half of these rows are not more than the known and novel classes.
+        which it agrees, 0 to 1, under the best one-to-one matching of clusters; float64
+        (A,). The result is empty if the compared unlabeled rows are fewer than 2 (C_l +
+        C_u + 1): a half of them would not be more than the classes.
     """
     chosen = _sample(clustering.labels, MAX_COMPARED_ROWS)
     whitened, clusters = clustering.subset(chosen), clusters[chosen]
@@ -591,7 +600,8 @@ def measure_agreement(
 def cluster_without_half(clustering: Clustering, seed: int) -> Tensor:
     """Cluster without a random half of the unlabeled rows, then assign all of them.
 
-    All labeled rows are kept. :meth:`Clustering.run` clusters them with the other half.
+    All labeled rows are kept. :meth:`Clustering.run` clusters them with the other half,
+    which has one row less if the number of unlabeled rows is odd.
     Afterwards every unlabeled row of both halves is assigned to the cluster whose mean
     has the largest cosine with it. If unlabeled rows cannot belong to known classes,
     the clusters of these are excluded.

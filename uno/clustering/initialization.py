@@ -56,20 +56,22 @@ def cluster_features(
 ) -> FeatureClusters:
     """Cluster the features of unlabeled rows by k-means, on the CPU.
 
-    In the GCD setting there are K = C_l + C_u clusters. They come from k-means on
-    whitened principal directions, with the labeled rows fixed to their classes. In
-    other settings there are K = C_u clusters, from plain k-means.
+    In the GCD setting there are K = C_l + C_u clusters. They come from k-means of all
+    rows along the K - 1 leading whitened principal directions, with the labeled rows
+    fixed to their classes. In other settings there are K = C_u clusters, from plain
+    k-means of the unlabeled rows. The best of ``NUM_STARTS`` (10) starts counts.
 
     Every row is first scaled to length one, because only directions count. In the GCD
     setting of Caltech-24 the K - 1 leading directions give 95% of the rows their class.
     Features as they are give 94%, and 96 directions give 83%. In other settings rows
-    are centered by the mean of all rows and scaled once more. Without this, ten starts
-    of k-means miss the best optimum with one seed in six.
+    are centered by the mean of all rows, labeled ones included, and scaled once more.
+    Without this, ten starts of k-means miss the best optimum with one seed in six.
 
     Args:
-        unlabeled: Features of unlabeled rows, (N_u, D).
+        unlabeled: Features of unlabeled rows, (N_u, D). Outside the GCD setting N_u is
+            at least C_u.
         labeled: Features of labeled rows, (N_l, D).
-        labels: The known classes of the labeled rows, int64 (N_l,).
+        labels: The known classes of the labeled rows, int64 (N_l,), 0 to C_l - 1.
         num_novel: The number of novel classes C_u.
         setting: ``gcd`` if unlabeled rows may belong to known classes, otherwise
             another text or None.
@@ -139,6 +141,8 @@ def compare_known_shares(
     """Cluster labeled rows by k-means, and return the sizes of clusters and classes.
 
     k-means does not use the labels, and makes as many clusters as there are classes.
+    The rows are first scaled to length one, centered and scaled again. The Hungarian
+    algorithm then matches clusters with classes, so that most rows agree.
 
     Args:
         labeled: Features of labeled rows, (N_l, D).
@@ -191,13 +195,17 @@ def init_prototypes_(
         keep_known: Whether the known prototypes stay as they are.
 
     Returns:
-        The tensors of ``extra``, and if the run has a class prior "prior": the expected
-        shares of unlabeled rows in the novel classes (C_u,), or in the GCD setting in
-        all classes (C,). A uniform prior is left out in other settings. ``extra``
-        itself is not changed.
+        The tensors of ``extra``, and "prior", the class prior: the expected shares of
+        unlabeled rows in the novel classes (C_u,), or in the GCD setting in all classes
+        (C,). The prior is that of ``objective.class_prior``; if that is None, it is
+        "kmeans" in the GCD setting for methods with UNO's projection heads, and
+        "uniform" otherwise. A prior of k-means has the shares of the clusters, which
+        :func:`shrink_prior` moves toward equal shares outside the GCD setting. A
+        uniform prior is left out there. ``extra`` itself is not changed.
 
     Raises:
-        ConfigError: No labeled or no unlabeled image can be read.
+        ConfigError: Features are needed, and no labeled or no unlabeled image of the
+            sample can be read.
     """
     is_gcd = config.data.setting == "gcd"
     num_known, num_novel = train.num_known, train.num_novel
@@ -259,11 +267,13 @@ def _move_prototypes_(
     """Move the prototypes of all heads to means of features, in place.
 
     The known prototypes become means of features, and those of the cluster and
-    overclustering heads means of projections. The model is left in training mode.
+    overclustering heads means of projections. The rows of a mean are scaled to length
+    one first, and so is the mean. A prototype without rows stays. The model is left in
+    training mode.
 
     Args:
         model: The model, which is changed, including the running statistics of the
-            projector's BatchNorm.
+            projector's BatchNorm. They become those of all given rows.
         labeled: Features of labeled rows, (N_l, D).
         labels: The known classes of these rows, int64 (N_l,); None keeps the known
             prototypes as they are.
@@ -299,8 +309,8 @@ def _move_prototypes_(
 class Sample(NamedTuple):
     """Features of a sample of the training rows, a vector of D numbers for each row.
 
-    :func:`training_features` makes it, on the CPU, of at most about ``MAX_ROWS``
-    labeled rows and at most ``MAX_ROWS`` unlabeled ones.
+    :func:`training_features` makes it, on the CPU, of at most ``MAX_ROWS`` labeled and
+    ``MAX_ROWS`` unlabeled rows, and one labeled row of each class that would have none.
 
     Attributes:
         labeled: Features of the labeled rows, (N_l, D).
@@ -320,8 +330,10 @@ def training_features(
 
     The rows are evenly spaced; all rows of a kind are taken if it has no more than
     ``MAX_ROWS``. Of streamed images that are stored together, such as in a row group,
-    whole groups are taken. Images that cannot be read are left out. All workers call
-    this, and each computes a part.
+    whole groups are taken, unless the groups are sorted by class
+    (:func:`uno.data.images.spread`). One labeled row is added of each class that would
+    have none. Images that cannot be read are left out. All workers call this, and each
+    computes a part.
 
     Args:
         config: The configuration of the run.
@@ -331,9 +343,9 @@ def training_features(
         with_unlabeled: Whether the sample has unlabeled rows.
 
     Returns:
-        Features of at most about ``MAX_ROWS`` labeled rows, their classes, and features
-        of at most ``MAX_ROWS`` unlabeled rows, (0, D) without ``with_unlabeled``; equal
-        on all workers, on the CPU.
+        Features of the labeled rows, at most ``MAX_ROWS`` and the added ones; their
+        classes; and features of at most ``MAX_ROWS`` unlabeled rows, (0, D) without
+        ``with_unlabeled``. They are equal on all workers, and on the CPU.
 
     Raises:
         ConfigError: The sample has labeled images and none of them can be read, or

@@ -48,7 +48,8 @@ def kmeans(points: Tensor, num_clusters: int, num_starts: int, seed: int) -> Clu
         seed: The seed of the starts.
 
     Returns:
-        The cluster of each row, the centers, and the inertia.
+        The cluster of each row, the centers, and the inertia. With fewer distinct rows
+        than K some clusters are empty; the warning of scikit-learn is suppressed.
     """
     # The import takes 2 s, which every worker would spend.
     from sklearn.cluster import KMeans
@@ -69,6 +70,9 @@ def constrained_kmeans(
     points: Tensor, fixed: Tensor, num_clusters: int, num_restarts: int, seed: int
 ) -> Clusters:
     """Cluster rows by k-means where some rows must stay in a given cluster.
+
+    The centers of the given clusters start at the means of their rows, and the others
+    by k-means++ (:func:`draw_initial_centers`). Then :func:`lloyd` runs.
 
     Args:
         points: (N, D), finite floats, on any device.
@@ -304,8 +308,9 @@ def whiten(
 
     Returns:
         The coordinates, float32 (N, P), where P is the number of directions that are
-        kept; or one column of zeros if all rows are equal. Directions with less than
-        1e-9 of the largest variance are never kept.
+        kept; or one column of zeros if the total variance is at most 1e-12, as it is
+        for equal rows. Directions with at most 1e-9 of the largest variance are never
+        kept.
     """
     centered, variances, directions = principal_components(points)
     if float(variances.sum()) <= 1e-12:

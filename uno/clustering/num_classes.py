@@ -78,9 +78,11 @@ class NumClasses:
 
     Attributes:
         probabilities: The probability (K,) of 2, 3, ... novel classes.
-        num_novel: The median.
-        low: The lower end of the interval.
-        high: Its upper end.
+        num_novel: The estimated number of novel classes, the median of this
+            distribution.
+        low: The smallest number in the shortest interval that holds at least the
+            probability ``level`` of the :class:`Model`.
+        high: The largest number in this interval.
     """
 
     probabilities: Sequence[float]
@@ -115,7 +117,7 @@ class Model:
 
         Returns:
             The probabilities, which sum to 1, their median, and the shortest interval
-            that holds the probability ``level``.
+            that holds at least the probability ``level``.
         """
         logits = signs @ np.array(self.weights) + self.intercept
         stop = 1 / (1 + np.exp(-logits))
@@ -144,8 +146,10 @@ def estimate_num_classes(
         unlabeled: Features (N_u, D) of at least two rows.
         gcd: Whether unlabeled rows can belong to known classes.
         seed: Seed of k-means and of the choice of hidden classes.
-        max_novel: The largest number that is considered, at least 2; None for no limit
-            but the number of small clusters, which is at most ``MAX_CLUSTERS``.
+        max_novel: A limit for the largest number that is considered, at least 2; None
+            for none. Without it, that is the number of clusters that are left when all
+            small clusters with too few rows for a class have been merged, from 2 to
+            ``MAX_CLUSTERS``.
 
     Returns:
         The estimated number (the median), its interval, and the probability of each
@@ -179,9 +183,9 @@ def pairs_of_one_class(
 
     Returns:
         The first rows of ``result.similar``, float64 (n, 3), each with the indices of
-        two classes and their mixing, the most similar first. They are at most as many
-        as the result has more novel classes than are estimated; none if it has not
-        more.
+        two classes among the novel ones and their mixing, the most similar first. If
+        ``result`` has m novel classes more than are estimated, they are the first m, or
+        all if there are fewer. There are none if it has not more.
     """
     if not len(result.similar):
         return result.similar
@@ -196,9 +200,13 @@ def find_signs(
     """Compute the inputs of the logistic model, for each number of novel classes.
 
     Small clusters of the unlabeled rows are merged, and known classes whose labels are
-    hidden are found again, for comparison. At most ``MAX_ROWS`` labeled and as many
+    hidden are found again, for comparison. Merges of a cluster with too few rows for a
+    class do not count. Too few are less than 3 rows, and also less than both 2% of the
+    unlabeled rows and a quarter of the rows of the smallest known class, times the
+    share of unlabeled rows that are used. At most ``MAX_ROWS`` labeled and as many
     unlabeled rows are used, evenly spaced, the labeled ones in the order of their
-    classes. With ``gcd``, unlabeled rows that probably have known classes are left out.
+    classes, of which a rare one may have none. With ``gcd``, unlabeled rows that
+    probably have known classes are left out.
 
     Args:
         labeled: Features (N_l, D) of labeled rows.
@@ -264,8 +272,8 @@ def signs_of(
         reference: Logarithm of the mixing between that of parts of one hidden class and
             that of different classes.
         hidden: For each set of hidden classes the logarithms of the mixing of the
-            merges (m,), and the mean F1 of these classes before the first and after
-            each merge (m + 1,).
+            merges in their order (m,), and the mean F1 of these classes before the
+            first and after each merge (m + 1,).
 
     Returns:
         Signs (max(1, K - 1), 3) of the numbers 2 to K: how far the logarithm of the
@@ -301,11 +309,13 @@ def rows_to_count(rows: Tensor, labels: Tensor) -> Tensor:
 
     Args:
         rows: Rows (N, P), not whitened: whitening pulls labeled rows together.
-        labels: Their classes int64 (N,), or FREE.
+        labels: Their classes int64 (N,), or FREE (-1) for a row without a label. At
+            least one row has a label.
 
     Returns:
-        A mask (N,), true for the rows that are kept, which include all labeled rows. It
-        is true for all rows if fewer than ``MIN_ROWS`` unlabeled ones would be left.
+        A mask, bool (N,), true for the rows that are kept, which include all labeled
+        rows. It is true for all rows if fewer than ``MIN_ROWS`` unlabeled ones would be
+        left.
     """
     is_known = labels != FREE
     neighbors = find_neighbors(F.normalize(rows, dim=1), MAX_NEIGHBORS)
@@ -327,12 +337,14 @@ def small_clusters(
     """Divide the unlabeled rows into more clusters than there are classes.
 
     There is one cluster for ``MIN_ROWS_PER_CLUSTER`` unlabeled rows, but at least 6, at
-    most ``MAX_CLUSTERS``, and never more than one for two rows. The clusters are those
-    of smoothed k-means of rows that are whitened within the known classes.
+    most ``MAX_CLUSTERS``, and never more than one for two rows, except that there is at
+    least one. The clusters are those of smoothed k-means of rows that are whitened
+    within the known classes and scaled to length one.
 
     Args:
         rows: Rows (N, P), not yet whitened.
-        labels: Their classes int64 (N,), or FREE.
+        labels: Their classes int64 (N,), or FREE (-1) for a row without a label. At
+            least one row has a label.
         seed: Seed of k-means.
 
     Returns:
@@ -422,9 +434,10 @@ def find_hidden(
 ) -> Hidden:
     """Hide the labels of some known classes, and find the classes again.
 
-    The rows are whitened by the other known classes. All rows without a label are
-    divided into many small clusters, which are merged one pair after the other, those
-    that mix most first. Each merge is compared with the hidden classes.
+    The rows are whitened by the other known classes. The rows of the hidden classes and
+    those without a label are together divided into many small clusters, which are
+    merged one pair after the other, those that mix most first. Each merge is compared
+    with the hidden classes.
 
     Args:
         rows: Rows (N, P), not yet whitened.
@@ -434,14 +447,15 @@ def find_hidden(
         min_rows: The smallest number of rows with which a cluster can be a class.
 
     Returns:
-        Four values. ``parts``: how much the two halves of each hidden class mix; a
-        class with too few rows is left out. ``borders``: for each hidden class the
-        mixing at the last merge of a cluster of which more than half of the rows are of
-        this class with one of which they are not; merges of a cluster below
-        ``min_rows`` do not count, and a class without such a merge is left out.
-        ``heights``: the logarithm of the mixing of every merge, in which a merge of a
-        cluster below ``min_rows`` counts as ``CEILING``. ``f1``: the mean F1 of the
-        hidden classes, see :func:`class_f1`, before the first and after every merge.
+        Four values. ``parts``: how much the two halves mix into which k-means divides
+        each hidden class; a class with too few rows is left out. ``borders``: for each
+        hidden class the mixing at the last merge of a cluster of which more than half
+        of the rows are of this class with one of which they are not; merges of a
+        cluster below ``min_rows`` do not count, and a class without such a merge is
+        left out. ``heights``: the logarithm of the mixing of every merge, in which a
+        merge of a cluster below ``min_rows`` counts as ``CEILING``. ``f1``: the mean F1
+        of the hidden classes, see :func:`class_f1`, before the first and after every
+        merge.
     """
     is_hidden = torch.isin(labels, torch.tensor(classes))
     others = labels.masked_fill(is_hidden, FREE)

@@ -30,15 +30,20 @@ TABLES = ("metadata.csv", "metadata.jsonl", ONE_HOT)  # names of the tables
 def has_labels(root: str, options: ReadOptions = DEFAULT_OPTIONS) -> bool:
     """Return whether tables in a folder name the classes of its images.
 
-    Tables in ``root`` and in its folders train, test, val, valid and validation count.
-    A file ``_classes.csv`` suffices and is not read. A ``metadata.csv`` or
-    ``metadata.jsonl`` must have a column of image paths and one of labels, which may
-    hold no values.
+    Tables in ``root`` and in its folders train, test, val, valid and validation count,
+    and one table suffices. A file ``_classes.csv`` counts by its name alone. A
+    ``metadata.csv`` or ``metadata.jsonl`` is read, and counts if it has both a column
+    of image paths and a column of labels; all cells of the columns may be empty.
 
     Args:
         root: Local folder or URI.
-        options: How the source is read. Its ``columns`` may rename the two columns,
-            which are otherwise called ``file_name`` and ``label``.
+        options: How the source is read. Its ``columns`` may rename the two columns
+            ("image" and "label"), which are otherwise called ``file_name`` and
+            ``label``.
+
+    Returns:
+        True at the first such table, so that later tables are not read; False if there
+        is none.
 
     Raises:
         ConfigError: A folder cannot be listed, or a table that has to be read cannot be
@@ -58,32 +63,39 @@ def has_labels(root: str, options: ReadOptions = DEFAULT_OPTIONS) -> bool:
 def read_annotated_folder(root: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
     """Read the images that the tables in a folder name.
 
-    The id of a row is the path of its image below ``root``, as the table spells it,
-    unless the table has a column of ids. The split is the value of the row in the
-    column ``split``, else it follows from the folder of the table (``val``, ``valid``
-    and ``validation`` are test folders), else it is 'train'.
+    The tables lie in ``root`` and in its folders train, test, val, valid and
+    validation. The id of a row is the path of its image below ``root``, as the table
+    spells it, unless the table has a column ``id``. The split is the value of the row
+    in the column ``split``, else it follows from the folder of the table (``val``,
+    ``valid`` and ``validation`` are test folders), else it is 'train'. The columns
+    ``id``, ``split`` and ``eval_label`` are read of metadata tables only.
 
     Args:
         root: Local folder or URI.
         options: How the source is read. Image paths are relative to the folder of the
             table that has them. If ``image_folder`` is not None, it takes the place of
             ``root``: the paths of a table in ``train`` are then relative to the folder
-            ``train`` in ``image_folder``.
+            ``train`` in ``image_folder``. With ``images_only`` labels and splits are
+            not used, and every row is an unlabeled training row.
 
     Returns:
-        The rows of all tables, one table after the other. ``warnings`` say how many
-        images below ``root`` no table names. ``eval_labels`` is None if no table has a
-        true class for evaluation. A row with an empty id is called row-NUMBER, with its
-        number from 0 among the rows of all tables.
+        The rows of all tables, one table after the other. A missing local file is an
+        unreadable image. ``warnings`` say how many images below ``root`` no table
+        names. ``eval_labels`` is None if no table has a true class for evaluation. A
+        row with an empty id is called row-NUMBER, with its number from 0 among the rows
+        of all tables.
 
     Raises:
         ConfigError: There is no such table, a table cannot be read or lacks the column
             of image paths, ``options.columns`` names a column that no metadata table
-            has, the tables have no rows, an image has several classes, an image path is
-            empty (unless ``images_only``) or leads out of its folder, a split or label
-            cannot be used, two ids are equal, none of the images exists (which is not
-            checked in remote storage), a folder cannot be listed, or a link leads out
-            of ``root`` and ``options.follow_links`` is False.
+            has (with ``images_only`` columns of labels and splits may be missing), a
+            column such as ``Label`` would be ignored because of its spelling, the
+            tables have no rows, an image has several classes in ``_classes.csv``, an
+            image path is empty (unless ``images_only``) or leads out of ``root`` or of
+            ``image_folder``, a split or label cannot be used, two ids are equal, none
+            of the images exists (which is not checked in remote storage), a folder
+            cannot be listed, or a link leads out of ``root`` and
+            ``options.follow_links`` is False.
     """
     source, names = f"imagefolder:{root}", options.columns
     tables = _find_tables(root)
@@ -149,10 +161,14 @@ def _warnings_of_left_out(
 ) -> tuple[str, ...]:
     """Return a warning about image files below a folder that no table names.
 
+    The folders below it are searched, too, but hidden files are not counted. The ending
+    of a file tells whether it is an image.
+
     Args:
         root: Local folder or URI, below which images are searched for.
-        rows: The rows of all tables.
-        options: How the source is read.
+        rows: The rows of all tables. The full paths of their images are compared with
+            those of the files.
+        options: How the source is read. Only ``follow_links`` is used.
 
     Returns:
         One warning with the number of such images and an example, or an empty tuple if
@@ -208,7 +224,7 @@ def _columns_of_metadata(
 
     Args:
         path: The path of the table, for errors.
-        table: The table.
+        table: The content of the table, with its columns by name.
         names: Standard name of a column, such as "label" -> its name in the table. A
             column that is not listed has its standard name, but the column of image
             paths, "image", is then called ``file_name``.
@@ -239,16 +255,17 @@ def _columns_of_one_hot(path: str, table: TextTable) -> dict[str, list[Any]]:
 
     Args:
         path: The path of the table, for errors.
-        table: The table, in the layout of Roboflow.
+        table: The content of the table, in the layout of Roboflow: the column
+            ``filename`` has image paths, and every other column is a class.
 
     Returns:
         'path' and 'label' -> a list with a value for each row. The label of an image
         is the name of the column with a 1, and None if no column has a 1. Cells with
-        any other value than 1, such as 1.0, count as 0.
+        any other value than 1, such as 1.0, count as 0. Spaces around a 1 are ignored.
 
     Raises:
-        ConfigError: The table has no column ``filename``, or an image has several
-            classes.
+        ConfigError: The table has no column ``filename``, or a row has a 1 in several
+            columns.
     """
     if "filename" not in table.columns:
         has = one_line(", ".join(table.columns)) or "none"

@@ -57,13 +57,16 @@ class VectorFile(NamedTuple):
 
     Attributes:
         values: The vectors, float32 (R, D).
-        columns: Standard column name, such as "label" -> Arrow column (R,).
+        columns: Standard column name (id, label, eval_label, split, path or text) ->
+            Arrow column (R,). Only columns that the source has.
         names: The names of all columns that the source has, also of those that are not
-            in ``columns``. The name of the vectors may be missing.
+            in ``columns``, for messages. The name of the vectors may be missing. For a
+            folder of Parquet files they are the columns of the last file.
         notes: Lines for the user about how the source was read.
         reasons: Row number -> why the row has no vector. The numbers of such a row in
             ``values`` are zeros.
-        pictures: The pictures of the rows, None if no column holds their bytes.
+        pictures: The pictures of the rows, None if no column holds their bytes. Paths
+            of pictures are in the column "path" instead.
     """
 
     values: np.ndarray
@@ -78,8 +81,9 @@ def read_array_file(path: str, options: ReadOptions) -> VectorFile:
     """Read the embeddings of a .npy, .npz, .pt or .pth file, and their columns.
 
     A column is another array or list of the file, or a column of the .csv file of the
-    same name beside it, if there is one. Only columns with a standard name, or with the
-    name that ``options.columns`` gives, are returned.
+    same name beside it, if there is one. Only the standard columns (id, label,
+    eval_label, split, path, text and image) are returned. ``options.columns`` may give
+    another name under which one of them is looked for.
 
     Args:
         path: Path or URI of the file.
@@ -88,17 +92,21 @@ def read_array_file(path: str, options: ReadOptions) -> VectorFile:
             else the only array, else the only matrix.
 
     Returns:
-        The embeddings as float32 (R, D), without notes, reasons and pictures. A local
-        .npy file of float32 stays on the disk and is mapped. A column of images is
-        returned as the column 'path'.
+        The embeddings as float32 (R, D) and the columns by standard name; ``names``
+        lists all columns and arrays other than the embeddings. There are no notes,
+        reasons and pictures. A local .npy file of float32 stays on the disk and is
+        mapped. The column image is returned as the column 'path': it holds paths.
 
     Raises:
         ConfigError: The file cannot be read, does not hold numbers (R, D) with R and
             D above 0, or does not say which of several arrays are the embeddings; a
-            column that ``options`` names is missing, or a column does not have one text
-            or number for each row; or the .csv file cannot be read, has another number
-            of rows, or a column that the file itself has, too.
-        StorageError: The disk has no space for a float32 copy of a large array.
+            column that ``options`` names is missing (with ``images_only`` columns of
+            labels and splits may be missing), a column such as ``Label`` would be
+            ignored because of its spelling, or a column does not have one text or
+            number for each row; or the .csv file cannot be read, has another number of
+            rows, or a column with the name of an array other than the embeddings.
+        StorageError: A file for the float32 copy of a large array cannot be made, for
+            example because the disk is full.
     """
     content = read_torch(path) if path.endswith(TORCH) else read_numpy(path)
     arrays = content if isinstance(content, dict) else {"array": content}
@@ -125,9 +133,10 @@ def read_array_file(path: str, options: ReadOptions) -> VectorFile:
 
 
 def read_numpy(path: str) -> np.ndarray | dict[str, np.ndarray]:
-    """Read a .npy or .npz file. A local .npy file stays on the disk and is mapped.
+    """Read a .npy or .npz file.
 
-    Other files are read into memory. The size of a .npy file is not limited.
+    A local .npy file stays on the disk and is mapped. Other files are read into memory.
+    The size of a .npy file is not limited.
 
     Args:
         path: Path or URI of the file.
@@ -242,21 +251,24 @@ def _standard_columns(
 
     The standard columns are id, label, eval_label, split, path and text. An array that
     is called image, or that ``names`` gives for "image", becomes the column 'path', and
-    takes precedence over an array of that name.
+    takes precedence over an array that is called path. Byte strings are decoded as
+    UTF-8.
 
     Args:
         path: Path of the file, for the error message.
         arrays: The arrays by name, without the embeddings.
         num_rows: The number of rows.
-        names: Standard name of a column, such as "label" -> its name there.
+        names: Standard name of a column, such as "label" -> the name of its array. A
+            column that is not listed has its standard name.
 
     Returns:
         Standard column name -> Arrow array (num_rows,), without the columns for which
         there is no array. Arrays with other names are left out.
 
     Raises:
-        ConfigError: A column does not have the shape (num_rows,), or holds values that
-            Arrow cannot store in one column, such as text mixed with numbers.
+        ConfigError: A column does not have the shape (num_rows,), holds values that
+            Arrow cannot store in one column, such as text mixed with numbers, or has
+            byte strings that are not UTF-8.
     """
     columns = dict[str, Any]()
     for ours in (*COLUMNS, "image"):
@@ -295,8 +307,9 @@ def _name_of_embeddings(
         names: Standard name of a column, such as "embedding" -> its name there.
 
     Raises:
-        ConfigError: There is no such array; or there are several arrays, and none or
-            more than one of them has two dimensions.
+        ConfigError: There is no array of the name that ``names`` gives; or it gives
+            none, and there is no array at all, or there are several without one called
+            'embedding', of which none or more than one has two dimensions.
     """
     wanted = names.get("embedding", "embedding")
     if wanted in arrays:
@@ -319,7 +332,8 @@ def _read_csv_beside(path: str, beside: str, num_rows: int) -> dict[str, np.ndar
     Args:
         path: The array file, for the error message.
         beside: Path of the .csv file.
-        num_rows: The number of rows of the array file.
+        num_rows: The number of rows of the array file. The .csv file must have as many,
+            without its first line, which names the columns, and without empty lines.
 
     Returns:
         The columns by name, each an array of text (num_rows,). An empty cell is "", and

@@ -80,16 +80,20 @@ def check(
         task: The rows and their classes.
         config: The configuration of the run.
         seconds: How long all images may be decoded to find unreadable ones, in seconds.
-            Then about 2 GiB of images at most are searched for duplicates, wherever
-            they are stored. With 0 only a sample of images is decoded, and about 256
-            MiB of local images at most are searched for duplicates. Vectors are all
-            compared.
+            Unreadable images are then an error if they are more than
+            ``data.max_bad_fraction`` of all rows, else a warning, and about 2 GiB of
+            images at most are searched for duplicates, wherever they are stored. With 0
+            only a sample of images is decoded, and about 256 MiB of images at most are
+            searched for duplicates, none if any image is in remote storage. Unreadable
+            images of the sample are then an error if all of them are unreadable, else a
+            warning. Of vectors the sample is all rows, and all are compared in any
+            case.
         batch_is_derived: Whether the batch size was derived from the data. If rows are
             known to be unreadable, the batch of :func:`with_fitting_batch` is then
             checked in place of that of ``config``, as the run derives it again.
         read_images: Whether images are read at all. A run that resumes with unchanged
-            data has checked them before. False also skips the checks of sizes, pages,
-            brightness and duplicates.
+            data has checked them before. False skips the checks for unreadable images
+            or vectors, and those of sizes, pages, brightness and duplicates.
 
     Raises:
         ConfigError: A file that holds many images cannot be read.
@@ -227,11 +231,13 @@ def _check_clusters(task: Task, config: Config, unlabeled: int) -> Iterator[Prob
 def format_report(task: Task, problems: list[Problem], size: int | None = None) -> str:
     """Return the report that ``uno data check`` prints.
 
-    It has the source, the fingerprint, the numbers of images and classes, the sizes of
-    a sample of images (which is decoded now if it was not before), a table with the
-    numbers of labeled, unlabeled and test rows of each true class (and of the rows
-    without a true class, if there are any), the notes of the task, the problems, and
-    the numbers of errors and warnings.
+    It has the source, the fingerprint, the numbers of images (all, training and test)
+    and of classes (known, and to discover), the smallest and the largest size and the
+    formats of a sample of images (which is decoded now if it was not before; this line
+    is missing if no image can be decoded, and for vectors), a table with the numbers of
+    labeled, unlabeled and test rows of each true class (and of the rows without a true
+    class, if there are any), the notes of the task, the problems, and the numbers of
+    errors and warnings.
 
     Args:
         task: The rows and their classes.
@@ -307,10 +313,10 @@ def _check_classes(task: Task) -> Iterator[Problem]:
     """Yield problems of the names of classes and of the numbers of their rows.
 
     Warnings name classes that differ only in case or spaces, known classes that seem to
-    stand for a missing label, and classes that have no training image or a single one,
-    and say that there is only one known class. A known class with no training image is
-    an error instead. Training images are counted by their true class, labeled or not,
-    and readable or not.
+    stand for a missing label, such as "unknown", and classes that have no training
+    image or a single one, and say that there is only one known class. It is an error
+    instead if known classes have no training image. Training images are counted by
+    their true class, labeled or not, and readable or not.
 
     Args:
         task: The rows and their classes.
@@ -448,12 +454,14 @@ def _check_sizes(config: Config, facts: Sequence[ImageFacts]) -> Iterator[Proble
     """Yield a warning if images are reduced so much that most detail is lost.
 
     That is the case if their median shorter side is more than :data:`SHRUNK` (3) times
-    the side that the run uses: the smaller one of the stored square and a large view.
-    There is no warning for an empty sample.
+    the side that the run uses: the smaller one of the sides of the stored square
+    (``data.stored_size``) and of a large view (``augment.large.size``). There is no
+    warning for an empty sample.
 
     Args:
         config: The configuration of the run.
-        facts: The facts of a sample of images.
+        facts: What decoding has shown about each readable image of a sample, of which
+            the width and height are used.
     """
     side = min(config.data.stored_size, config.augment.large.size)
     sides = [min(image.header.width, image.header.height) for image in facts]
@@ -470,7 +478,8 @@ def _check_pages(facts: Sequence[ImageFacts]) -> Iterator[Problem]:
     """Yield a warning if some of a sample of images are TIFFs with several pages.
 
     Args:
-        facts: The facts of the readable images of the sample.
+        facts: What decoding has shown about each readable image of the sample,
+            including whether it has further pages.
     """
     several = sum(image.has_pages for image in facts)
     if several:
@@ -487,11 +496,12 @@ def _check_brightness(
     """Yield a warning if all images of a sample are nearly black.
 
     They are if the brightest pixel of all of them is below :data:`DARK` (64) of 255.
-    The values of gray images of more than 8 bits are scaled to 0-255 before. There is
-    no warning for an empty sample.
+    The values of gray images of more than 8 bits are scaled before, so that ``low``
+    becomes 0 and ``high`` becomes 255. There is no warning for an empty sample.
 
     Args:
-        facts: The facts of a sample of images.
+        facts: What decoding has shown about each readable image of a sample, including
+            its largest value.
         value_range: The stored values (low, high) that become black and white in gray
             images of more than 8 bits; None for 0 and 65535.
     """
@@ -567,8 +577,12 @@ def _check_duplicates(task: Task, in_full: bool) -> Iterator[Problem]:
     Args:
         task: The rows and their classes.
         in_full: Whether about 2 GiB of images at most are compared, also from remote
-            storage. Otherwise about 256 MiB at most of local images are compared. For a
-            source of vectors the first views of all rows are compared in any case.
+            storage. Otherwise about 256 MiB at most are compared, and nothing if any
+            image is in remote storage. For a source of vectors the first views of all
+            rows are compared in any case.
+
+    Raises:
+        ConfigError: A file that holds many images cannot be read.
     """
     groups, note = _find_copies(task, in_full)
     found: dict[str, list[list[int]]] = defaultdict(list)
@@ -589,10 +603,12 @@ def _find_copies(task: Task, in_full: bool) -> tuple[list[list[int]], str]:
 
     Images that are not stored together are read only if another one has the same size.
     An image of unknown size, such as a remote file that a table names, is left out, and
-    so is one of more than ``MAX_IMAGE_BYTES``. Of images that are stored together, such
-    as in a row group, whole groups are compared if the limit allows at least one, and
-    single images otherwise. Images that cannot be read have no copies. For a source
-    of vectors the first views of all rows are compared, without a limit.
+    so is one of more than ``MAX_IMAGE_BYTES``. If the images have more bytes than the
+    limit, only a share of them is compared: all images of some sizes or, where images
+    are stored together, whole groups, such as row groups. If the limit does not allow
+    one size or group, evenly spaced single images are compared. Images that cannot be
+    read have no copies. For a source of vectors the first views of all rows with a
+    usable vector are compared, without a limit.
 
     Args:
         task: The rows.
@@ -602,8 +618,11 @@ def _find_copies(task: Task, in_full: bool) -> tuple[list[list[int]], str]:
 
     Returns:
         Groups of two or more row numbers with equal content, each ascending; and a text
-        that says how many images were compared, '' if neither the limit nor an unknown
-        size of a remote image left any out.
+        that says how many of the images that could be copies were compared, '' if
+        neither the limit nor an unknown size of a remote image left any out.
+
+    Raises:
+        ConfigError: A file that holds many images cannot be read.
     """
     images, rows = task.rows.images, np.arange(len(task.rows))
     if task.rows.vectors is not None:
@@ -665,10 +684,12 @@ def _sample_by_key(keys: np.ndarray, sizes: np.ndarray, limit: int) -> np.ndarra
 def _hash_image(image: Image) -> bytes:
     """Hash an encoded image by its stored bytes, and an array by its shape and pixels.
 
-    An image is not decoded, so one with broken pixels has a hash, too.
+    An image is not decoded, so one with broken pixels has a hash, too. Of a file of
+    more than ``MAX_IMAGE_BYTES`` only the first ``MAX_IMAGE_BYTES`` + 1 bytes are read.
 
     Args:
-        image: Encoded bytes, the path or URI of a file, which is read, or an array.
+        image: Encoded bytes, the path or URI of a file, which is read, or pixels uint8
+            (H, W, 3).
 
     Returns:
         16 bytes (BLAKE2b) that are equal for images with equal content.

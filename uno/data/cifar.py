@@ -66,17 +66,20 @@ def read_cifar(path: str, options: ReadOptions, *, name: str) -> Rows:
     """Read CIFAR10 or CIFAR100.
 
     The rows are in the order of torchvision's lists of files, training files first.
-    Their ids are ``FILE#NUMBER``, such as ``test_batch#17``.
+    Their ids are ``FILE#NUMBER``, such as ``test_batch#17``, where the rows of each
+    file are numbered from 0.
 
     Args:
         path: Folder or URI of the unpacked archive, or of the folder that contains it.
-        options: How the source is read. ``download`` allows to download and unpack the
-            archive if that folder is missing.
+        options: How the source is read. Only ``download`` is used: it allows to
+            download and unpack the archive into ``path``, a local folder, if the folder
+            of the unpacked archive is missing.
         name: 'cifar10' or 'cifar100'.
 
     Returns:
-        Rows with images uint8 (N, 32, 32, 3) in memory, a label for each row (the fine
-        label of CIFAR100), and the classes in the order of their numbers.
+        Rows with RGB images uint8 (N, 32, 32, 3) in memory, a label for each row (the
+        fine label of CIFAR100), and the classes in the order of their numbers. The
+        published training set are training rows, and the test set are test rows.
 
     Raises:
         ConfigError: The data set is missing, cannot be read or downloaded, or one of

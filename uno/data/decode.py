@@ -137,12 +137,14 @@ class BadImage(Exception):
 def decode(image: Image, size: int, how: Decoding = PLAIN) -> np.ndarray:
     """Decode an image to a square.
 
-    The image is turned upright, converted to RGB with transparent pixels on white,
-    cropped to the centered square and resized with antialiasing. A large JPEG is
-    decoded at a smaller scale that suffices for ``size``, see :data:`DRAFT`.
+    The image is turned upright by its EXIF orientation, converted to RGB with
+    transparent pixels on white, cropped to the centered square and resized with
+    antialiasing. A gray image of more than 8 bits is scaled to 8 bits before, and its
+    transparency is ignored. A large JPEG is decoded at a smaller scale that suffices
+    for ``size``, see :data:`DRAFT`. An array is only cropped and resized.
 
     Args:
-        image: Encoded bytes, a path or URI, or pixels uint8 (H, W, 3).
+        image: Encoded bytes, a path or URI, or RGB pixels uint8 (H, W, 3).
         size: The side of the result in pixels.
         how: How the image is resized and scaled to 8 bits.
 
@@ -150,7 +152,9 @@ def decode(image: Image, size: int, how: Decoding = PLAIN) -> np.ndarray:
         uint8 (3, size, size), channels red, green and blue. The array is read-only.
 
     Raises:
-        BadImage: The image cannot be used.
+        BadImage: The image cannot be used: it is missing, empty, damaged or of another
+            format than :data:`FORMATS`, has too many bytes or pixels, is a gray image
+            whose values need a range, or is an array of another type or shape.
         StorageError: The image's file cannot be read now, but perhaps later.
     """
     picture = _load_rgb(image, size, how.value_range)
@@ -160,8 +164,11 @@ def decode(image: Image, size: int, how: Decoding = PLAIN) -> np.ndarray:
 def decode_rgb(image: Image, side: int, value_range: Range | None = None) -> np.ndarray:
     """Decode a whole image, upright and in RGB.
 
+    Transparent pixels are blended with white, but not in gray images of more than 8
+    bits. An array is only checked and returned itself.
+
     Args:
-        image: Encoded bytes, a path or URI, or pixels uint8 (H, W, 3).
+        image: Encoded bytes, a path or URI, or RGB pixels uint8 (H, W, 3).
         side: The side of a square in pixels that the image is used for later. A JPEG
             may be decoded at a smaller scale that suffices for it, see :data:`DRAFT`.
         value_range: The stored values (low, high) that become 0 and 255, in gray images
@@ -169,13 +176,15 @@ def decode_rgb(image: Image, side: int, value_range: Range | None = None) -> np.
             or with values outside 0 to 65535, then raise a BadImage.
 
     Returns:
-        uint8 (H, W, 3) or (H, W, 4), where the fourth channel has no meaning. H and W
-        are the sides of the upright image at the scale of decoding. The array must not
-        be written to, because it may share its memory with Pillow or be ``image``
-        itself.
+        uint8 (H, W, 3) or (H, W, 4), where the fourth channel has no meaning (it is not
+        alpha). H and W are the sides of the upright image at the scale of decoding. The
+        array must not be written to, because it may share its memory with Pillow or be
+        ``image`` itself.
 
     Raises:
-        BadImage: The image cannot be used.
+        BadImage: The image cannot be used: it is missing, empty, damaged or of another
+            format than :data:`FORMATS`, has too many bytes or pixels, is a gray image
+            whose values need a range, or is an array of another type or shape.
         StorageError: The image's file cannot be read now, but perhaps later.
     """
     if isinstance(image, np.ndarray):
@@ -192,7 +201,7 @@ def decode_square_and_rgb(
     The image is read once.
 
     Args:
-        image: Encoded bytes, a path or URI, or pixels uint8 (H, W, 3).
+        image: Encoded bytes, a path or URI, or RGB pixels uint8 (H, W, 3).
         size: The side of the square that is returned, in pixels.
         side: The side in pixels of the square that the whole image is used for later.
             A JPEG may be decoded at a smaller scale that suffices for it.
@@ -224,7 +233,7 @@ def decode_many(
     threads: int | None = None,
     how: Decoding = PLAIN,
 ) -> tuple[Tensor, list[str | None]]:
-    """Decode N images to squares, in several threads.
+    """Decode N images to squares, in several threads, as :func:`decode` does.
 
     Args:
         images: The images: encoded bytes, paths or URIs, or pixels uint8 (H, W, 3).
@@ -354,9 +363,8 @@ def prefetch_map(
 
     When the consumer closes the generator, or an error ends it, items that no thread
     has begun are dropped, and the threads are waited for. Each thread computes with one
-    thread of PyTorch.
-    Otherwise sixteen threads that resize images would start sixteen threads each, and
-    wait for each other.
+    thread of PyTorch. Otherwise sixteen threads that resize images would start sixteen
+    threads each, and wait for each other.
 
     Args:
         function: The function.
@@ -439,9 +447,14 @@ def read_header(image: Image) -> Header:
     Args:
         image: Encoded bytes, a path or URI, or pixels uint8 (H, W, 3).
 
+    Returns:
+        The format as Pillow names it ('pixels' for an array), and the width and height
+        in pixels as they are stored, before the image is turned upright.
+
     Raises:
-        BadImage: The header cannot be read, or is beyond the limits; or an array does
-            not hold pixels uint8 (H, W, 3).
+        BadImage: The header cannot be read, its format is none of :data:`FORMATS`, or
+            the numbers of bytes or pixels are beyond the limits; or an array does not
+            hold pixels uint8 (H, W, 3).
         StorageError: The image's file cannot be read now, but perhaps later.
     """
     if isinstance(image, np.ndarray):
@@ -471,8 +484,8 @@ def inspect_image(image: Image) -> ImageFacts:
         The header with format and size, the largest value, a sample of the stored
         values of a gray image of more than 8 bits, and whether a TIFF has further
         pages. The largest value is that of the sample, but at least 0, in a gray image
-        of more than 8 bits; otherwise that of the RGB pixels, 0 to 255. Of a JPEG these
-        may be decoded at a smaller scale.
+        of more than 8 bits; otherwise that of the RGB pixels, 0 to 255, with
+        transparent pixels on white. Of a JPEG these may be decoded at a smaller scale.
 
     Raises:
         BadImage: The image cannot be decoded, or an array does not hold pixels uint8
@@ -504,8 +517,9 @@ def _pixels(picture: Pillow.Image) -> np.ndarray:
     """Return the pixels of an RGB picture as an array, if possible without a copy.
 
     Returns:
-        uint8 (H, W, 4) that shares the picture's memory and must not be written to; or
-        a copy uint8 (H, W, 3), if Pillow cannot share the memory as one piece.
+        uint8 (H, W, 4) that shares the picture's memory and must not be written to. Its
+        fourth channel is padding of Pillow without a meaning, not alpha. Or a copy
+        uint8 (H, W, 3), if Pillow cannot share the memory as one piece.
     """
     try:
         values = pa.array(picture).values
@@ -521,12 +535,16 @@ def _pixels(picture: Pillow.Image) -> np.ndarray:
 def _load_rgb(image: Image, side: int, value_range: Range | None) -> Pillow.Image:
     """Decode an image to a picture in RGB that is upright.
 
+    Transparent pixels are blended with white, but not in gray images of more than 8
+    bits. An array is only checked and wrapped.
+
     Args:
-        image: Encoded bytes, a path or URI, or pixels uint8 (H, W, 3).
+        image: Encoded bytes, a path or URI, or RGB pixels uint8 (H, W, 3).
         side: The side in pixels of the square that is needed of the image. A JPEG may
             be decoded at a smaller scale that suffices for it.
         value_range: The stored values (low, high) that become 0 and 255, in gray images
-            of more than 8 bits; None for 0 and 65535.
+            of more than 8 bits; None for 0 and 65535. Images of floating-point numbers,
+            or with values outside 0 to 65535, then raise a BadImage.
 
     Raises:
         BadImage: The image cannot be used.
@@ -541,19 +559,22 @@ def _load_rgb(image: Image, side: int, value_range: Range | None) -> Pillow.Imag
 def _turn_to_rgb(picture: Pillow.Image, value_range: Range | None) -> Pillow.Image:
     """Decode a picture, turn it as its EXIF orientation says, and convert it to RGB.
 
-    Transparent pixels are blended with white. Pixels are turned before they are
-    resized, because rounding depends on the order. The orientation is read after the
-    pixels, because in a PNG it may stand behind them. Pixels with broken metadata are
-    not turned.
+    Transparent pixels are blended with white, but not in gray pictures of more than 8
+    bits. Pixels are turned before they are resized, because rounding depends on the
+    order. The orientation is read after the pixels, because in a PNG it may stand
+    behind them. Pixels with broken metadata are not turned.
 
     Args:
-        picture: The picture, which is changed.
+        picture: An opened picture. It is decoded and turned in place, and returned
+            itself if it is then in RGB and has no transparent color.
         value_range: The stored values (low, high) that become 0 and 255, in gray
-            pictures of more than 8 bits; None for 0 and 65535.
+            pictures of more than 8 bits. Values outside become 0 or 255. None for 0 and
+            65535. Pictures of 8 bits are not scaled.
 
     Raises:
-        BadImage: The pixels cannot be decoded. Or there is no range, and they are
-            floating-point numbers, or integers below 0 or above 65535.
+        BadImage: The pixels cannot be decoded. Or the picture is gray with more than 8
+            bits, there is no range, and its values are floating-point numbers, or
+            integers below 0 or above 65535.
     """
     with _decoder_errors():
         picture.load()
@@ -568,6 +589,11 @@ def _square(
     """Crop the centered square of an RGB picture and resize it with antialiasing.
 
     A picture that has the final size already is not resized.
+
+    Args:
+        picture: The picture, which is not changed.
+        size: The side of the result in pixels.
+        interpolation: The filter of the resizing, "bilinear" or "bicubic".
 
     Returns:
         uint8 (3, size, size), read-only.
@@ -596,8 +622,9 @@ def to_rgb(picture: Pillow.Image, value_range: Range | None = None) -> Pillow.Im
             not scaled.
 
     Raises:
-        BadImage: The pixels cannot be decoded. Or there is no range, and they are
-            floating-point numbers, or integers below 0 or above 65535.
+        BadImage: The pixels cannot be decoded. Or the picture is gray with more than 8
+            bits, there is no range, and its values are floating-point numbers, or
+            integers below 0 or above 65535.
     """
     if _is_deep(picture):
         return _to_8_bits(picture, value_range).convert("RGB")
@@ -616,11 +643,12 @@ def to_rgb(picture: Pillow.Image, value_range: Range | None = None) -> Pillow.Im
 def _to_8_bits(picture: Pillow.Image, value_range: Range | None) -> Pillow.Image:
     """Scale the gray values of a picture of more than 8 bits to 0-255.
 
-    Values outside the range become 0 or 255, and NaN becomes 0. The result has
-    Pillow's mode "L".
+    Values within the range are scaled linearly and rounded down, values outside become
+    0 or 255, and NaN becomes 0. The result is a new picture of Pillow's mode "L".
 
     Args:
-        picture: The picture, in one of Pillow's modes "I", "I;16" or "F".
+        picture: The picture, in one of Pillow's modes "I", "I;16" (in any byte order)
+            or "F".
         value_range: The stored values (low, high) that become 0 and 255; None for 0 and
             65535.
 
@@ -657,8 +685,9 @@ def _open(
         The picture (a ``PIL.Image.Image``), whose pixels are not decoded yet.
 
     Raises:
-        BadImage: The format is none of :data:`FORMATS`, the header is damaged, or the
-            numbers of bytes or pixels are beyond the limits.
+        BadImage: There are no bytes, the format is none of :data:`FORMATS`, the header
+            is damaged, or the number of bytes, of pixels or of pixels per byte is
+            beyond its limit.
     """
     num_bytes = len(data) if num_bytes is None else num_bytes
     if not 0 < num_bytes <= MAX_IMAGE_BYTES:
@@ -754,7 +783,8 @@ def _bad_image(error: Exception) -> BadImage:
     """Return the BadImage for an error of reading or decoding an image.
 
     Its message has the text of the error on one line, at most 200 characters of it. The
-    class of the error stands before it, unless the error is an OSError.
+    class of the error stands before it, unless the error is an OSError. Of an OSError
+    with an error number the text is only the reason, such as "Permission denied".
     """
     if isinstance(error, OSError):
         return BadImage(one_line(error.strerror or error)[:200])

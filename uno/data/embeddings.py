@@ -207,21 +207,27 @@ def read_vectors(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
     """Read vectors with their ids, labels and pictures.
 
     Parquet files have a column ``embedding`` with lists of D numbers. They may also
-    have id, label, eval_label, split, text, and image or path, which the report shows.
-    A .npy, .npz, .pt or .pth file holds numbers (N, D). It may have the same columns
-    beside it: in a .csv file of the same name, or as other arrays of the .npz, .pt or
-    .pth file. An .h5ad file has them in ``obs``. In these files images are paths.
+    have the columns id, label, eval_label, split, text, and image or path: the report
+    shows the text, and the picture by its bytes or path. A .npy, .npz, .pt or .pth file
+    holds numbers (R, D), which are R vectors. The same columns may be beside them: in a
+    .csv file of the same name, or as other arrays of the .npz, .pt or .pth file. An
+    .h5ad file has its vectors in ``obsm`` or ``X`` and the columns in ``obs``. In files
+    other than Parquet a column of images holds paths.
 
-    Rows with the same id become one row with several views, at the place of the first
-    one. The first view is the one for evaluation. A row with fewer views than others
-    repeats its own. A vector without an id is a row called row-NUMBER, numbered from 0
-    among all vectors. A row is unreadable if any of its vectors has another length than
-    most, is not finite, or is all zeros.
+    Vectors with the same id become one row with several views, at the place of the
+    first one, from which the text and the picture of the row are taken. The first view
+    is the one for evaluation. A row with fewer views than others repeats its own. A
+    vector without an id is a row called row-NUMBER, numbered from 0 among all vectors;
+    in an .h5ad file without a column of ids, the id is the name of the cell. A row is
+    unreadable if any of its vectors has another length than the most frequent one, has
+    a number that is not finite, or is all zeros.
 
     Args:
         path: Path or URI of a .parquet, .npy, .npz, .pt, .pth or .h5ad file, or a
             folder of Parquet files.
-        options: How the source is read. With ``images_only`` labels and splits are not
+        options: How the source is read. Its ``columns`` may give other names of the
+            columns. Image paths are relative to ``image_folder``, or to the folder of
+            the source if that is None. With ``images_only`` labels and splits are not
             used, and every row is an unlabeled training row.
 
     Returns:
@@ -231,10 +237,13 @@ def read_vectors(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
 
     Raises:
         ConfigError: There is no such file or column, the file has another ending or is
-            damaged, it has no vectors or more than ``MAX_ROWS``, a label, split or
-            image path cannot be used, or rows with the same id differ in label,
-            eval_label or split.
-        StorageError: The disk has no space for large arrays of vectors.
+            damaged, it does not say which of several arrays the vectors are, it has no
+            vectors or more than ``MAX_ROWS``, a label, split or image path cannot be
+            used, none of the pictures that paths name exists (which is not checked in
+            remote storage), or vectors with the same id differ in label, eval_label or
+            split.
+        StorageError: A file for a large array of vectors cannot be made, for example
+            because the disk is full.
         ModuleNotFoundError: The file is an .h5ad file, and h5py is not installed.
     """
     source = f"vectors:{path}"
@@ -352,10 +361,12 @@ def _group_views(place: np.ndarray) -> np.ndarray:
 def require_kind(config: ModelConfig, images: Images) -> None:
     """Check that the encoder of a model takes what a source holds.
 
-    The encoder and the source must both have images, or vectors of the same length.
+    The encoder and the source must both have images, or vectors of the same length. The
+    encoder "vectors:D" takes vectors of D numbers. "vectors" without a length is
+    refused for every source.
 
     Args:
-        config: The section ``model`` of the configuration.
+        config: The section ``model`` of the configuration, with the final encoder.
         images: The images or vectors.
 
     Raises:
@@ -420,17 +431,20 @@ def given_vectors(embeddings: Any, labels: Any = None, ids: Any = None) -> Given
         embeddings: Numbers (N, D), or (N, V, D) with V views of each row: an array, a
             tensor, nested lists or a column, see
             :func:`~uno.data.from_python.float_vectors`.
-        labels: The class of each row (N,), with a missing value for an unlabeled row;
-            None for no labels at all.
+        labels: The class of each row (N,), a name, whole number or boolean. A missing
+            value, a blank text or a negative number stands for an unlabeled row. None
+            for no labels at all.
         ids: The id of each row (N,), all different; None for "row-0", "row-1", ...
 
     Returns:
-        The vectors and columns in the form in which they are stored.
+        The vectors float32 (N, V, D), which may share their memory with ``embeddings``,
+        and the columns of ids and labels as text, in the form in which they are stored.
 
     Raises:
         ConfigError: The numbers of rows differ, an argument has another type or shape,
-            an id is missing, or two ids are equal. Vectors that are not finite or are
-            zeros are accepted here; :func:`read_vectors` marks them as unreadable.
+            a label is a fraction, an id is missing, or two ids are equal. Vectors that
+            are not finite or are zeros are accepted here; :func:`read_vectors` marks
+            them as unreadable.
     """
     values = float_vectors(embeddings, "embeddings")
     num, columns = len(values), dict[str, list[Any]]()
@@ -522,16 +536,24 @@ def _read_parquet(source: str, path: str, options: ReadOptions) -> VectorFile:
 
     Returns:
         The vectors of all files, one file after the other, with the reasons of the rows
-        whose list has another length than most; and the standard columns, of which
-        "split" follows from the name of a file that has no such column.
+        whose list has another length than the most frequent one; the standard columns
+        (id, label, eval_label, split, path and text) that are there, of which "split"
+        follows from the name of a file or its folder where the file has no such column;
+        and the names of all columns of the last file. There are no notes.
 
     Raises:
-        ConfigError: There is no file, a file is damaged, has no column of vectors, or
-            lacks a column that ``options`` names; the types of a column do not fit
-            together in several files; a column of images holds something else; the
-            folder of a file stands for a column (LABEL=VALUE); or there are no rows or
-            most have no vector.
-        StorageError: The disk has no space for the vectors.
+        ConfigError: There is no file, or the files are an unfinished ``uno data pack``;
+            a file is damaged, has no column of vectors, lacks a column that ``options``
+            names, or has a column such as ``Label`` that would be ignored because of
+            its spelling; the types of a column do not fit together in several files; a
+            column of images holds something else, or only some of the files have bytes
+            of images; the folder of a file stands for a column of labels or splits or
+            one that ``options`` names (LABEL=VALUE, not checked with ``images_only``);
+            there are no rows, or an empty or missing list is the most frequent one; or
+            a folder cannot be listed, or a link leads out of it and
+            ``options.follow_links`` is False.
+        StorageError: A file for a large array of vectors cannot be made, for example
+            because the disk is full.
     """
     names = options.columns
     _, files = parquet_files(path, options.follow_links)
@@ -641,7 +663,8 @@ def _read_matrix(
 
     Returns:
         float32 (R, D), with zeros for lists of another length, and NaN for a missing
-        number; and row number -> reason for each row with a list of another length.
+        number, in memory or, if it is large, in a mapped file; and row number -> reason
+        for each row with a list of another length.
 
     Raises:
         ConfigError: There are no rows, an empty or missing list is the most frequent

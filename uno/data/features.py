@@ -81,10 +81,10 @@ class Chunk(NamedTuple):
     """The features of some rows of a data set, which were computed together.
 
     Attributes:
-        rows: The numbers of the rows, int64 (n,).
-        features: float32 (n, 1 + V, D), the evaluation view and V random views of each
-            row. They are zeros for rows that cannot be read and for the random views of
-            test rows.
+        rows: The numbers of the rows among all rows of the run, int64 (n,).
+        features: float32 (n, 1 + V, D), D features of the evaluation view and of V
+            random views of each row. They are zeros for rows that cannot be read and
+            for the random views of test rows.
         reasons: For each row the reason why it cannot be read, or None.
     """
 
@@ -124,16 +124,16 @@ class FeatureJob(NamedTuple):
 
     @property
     def folder(self) -> str:
-        """The path of the cache below the cache directory.
+        """The path of the cache's folder below the cache directory.
 
-        It is 'features/HASH', with the first 32 hex digits of the SHA-256 of
-        :attr:`facts`.
+        It is 'features/HASH', where HASH is the first 32 hex digits of the SHA-256 of
+        :attr:`facts` as JSON with sorted keys.
         """
         text = json.dumps(self.facts, sort_keys=True)
         return f"features/{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
     def ids(self, rows: np.ndarray) -> list[str]:
-        """Return the ids of some rows as texts.
+        """Return the ids of some rows as texts, in the order of ``rows``.
 
         Args:
             rows: Row numbers among all rows of the run, int64 (n,).
@@ -141,7 +141,10 @@ class FeatureJob(NamedTuple):
         return self.task.rows.ids.take(rows).to_pylist()
 
     def has_views(self, rows: np.ndarray) -> np.ndarray:
-        """Return which rows have random views: training rows, if there are such views.
+        """Return which rows have random views.
+
+        A training row has them if V, the number of random views in the configuration,
+        is not 0. A test row never has them.
 
         Args:
             rows: Row numbers among all rows of the run, int64 (n,).
@@ -163,9 +166,17 @@ def feature_job(config: Config, task: Task, encoder: nn.Module) -> FeatureJob:
         encoder: The frozen encoder, in eval mode.
 
     Returns:
-        The three arguments, and as ``facts`` the settings, the version of the format of
-        the cache, the hash of the weights, the versions of packages and the code of the
-        encoder.
+        The three arguments, and as ``facts`` a mapping with the keys of
+        :func:`settings` and four more: "version" of the format of the cache; "weights",
+        the SHA-256 of all parameters and buffers as hex digits; "packages", package ->
+        version, for the packages that decode and encode images; and "code", Python
+        module -> SHA-256 of its file, for an encoder of the user's own. For such an
+        encoder "packages" also has the packages of its modules. For others "code" is
+        empty.
+
+    Raises:
+        PackageNotFoundError: The configuration names OpenVINO as the runtime, and it is
+            not installed.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(encoder.state_dict().items()):
@@ -185,12 +196,15 @@ def feature_job(config: Config, task: Task, encoder: nn.Module) -> FeatureJob:
 def _package_versions(config: Config) -> dict[str, str]:
     """Return the versions of the packages that decode and encode images, by name.
 
-    These are Pillow and PyTorch; timm or torchvision if the encoder comes from there;
-    and OpenVINO if it is the runtime. The suffix that tells builds of PyTorch for CPUs
-    from those for GPUs is removed.
+    The names are "pillow" and "torch"; "timm" or "torchvision" if the encoder comes
+    from there; and "openvino" if the configuration names it as the runtime. The part of
+    a version from '+' on, such as '+cpu', is removed.
 
     Args:
         config: The configuration, which names the library and runtime of the encoder.
+
+    Raises:
+        PackageNotFoundError: One of these packages is not installed.
     """
     library = config.model.encoder.partition(":")[0]
     names = {"torch", "pillow"} | {library} & {"timm", "torchvision"}
@@ -201,12 +215,16 @@ def _package_versions(config: Config) -> dict[str, str]:
 def settings(config: Config) -> dict[str, Any]:
     """Return the settings that features depend on, as JSON values by name.
 
-    They are the name of the encoder, its runtime, whether it computes in bfloat16, the
-    views, and how images are decoded, resized and normalized. With random views,
-    "views" is their augmentation, else only the size of a large view.
-
     Args:
         config: The configuration of the run.
+
+    Returns:
+        A mapping with five keys. "encoder" is the name of the encoder, "runtime" the
+        name of its runtime, and "bf16" whether it computes in bfloat16. "views" is the
+        whole augmentation of the random views, or only the size of a large view if
+        there are no random views. "transform" is a list: the side of the stored squares
+        in pixels, the mean and the standard deviation of the channels, the
+        interpolation, and the range of stored values of images of more than 8 bits.
     """
     data = config.data
     if config.augment.num_cached_views:
@@ -225,7 +243,8 @@ def settings(config: Config) -> dict[str, Any]:
 def _random_view_settings(config: Config) -> AugmentConfig:
     """Return the augmentation of the V random views.
 
-    It is the augmentation of the run's large views, without small views.
+    It is the augmentation of the run, with V large views and no small views. V is
+    ``augment.num_cached_views``.
     """
     large = config.augment.large.model_copy(
         update={"num_views": config.augment.num_cached_views}
@@ -237,7 +256,8 @@ def _random_view_settings(config: Config) -> AugmentConfig:
 def view_seeds(ids: Sequence[str]) -> np.ndarray:
     """Return the seeds with which the random views of rows are drawn.
 
-    A seed depends only on the row's id, so runs of all seeds have the same views.
+    A seed depends only on the row's id, so the views of a row do not depend on the seed
+    of the run.
 
     Args:
         ids: The ids of n rows.
@@ -259,8 +279,8 @@ def encode_chunk(job: FeatureJob, encoder: nn.Module, rows: np.ndarray) -> Chunk
             one.
 
     Returns:
-        The features of the rows on the CPU, in the order of ``rows``. A row that can
-        never be read has zeros and a reason.
+        The features of the rows on the CPU, in the order of ``rows``. A row whose image
+        is missing or cannot be decoded has zeros and a reason.
 
     Raises:
         ConfigError: The encoder returns numbers that are not finite, or a file that
@@ -299,9 +319,10 @@ def oddity(features: Tensor) -> str:
         features: (N, D), finite numbers of at least one row.
 
     Returns:
-        'zero' if all are zero; 'huge' if their mean norm is above :data:`HUGE` (1e6);
-        'constant' if their mean distance from their mean is less than :data:`CONSTANT`
-        (1e-5) of the mean norm, as it is for a single row; or '' for usable features.
+        The first word that applies: 'zero' if all features are zero; 'huge' if the mean
+        Euclidean norm of the rows is above :data:`HUGE` (1e6); 'constant' if the mean
+        distance of the rows from their mean vector is less than :data:`CONSTANT` (1e-5)
+        times the mean norm, as it is for a single row; '' for usable features.
     """
     exact = features.double()
     norm = float(exact.norm(dim=1).mean())
@@ -312,7 +333,10 @@ def oddity(features: Tensor) -> str:
 
 
 def not_finite(config: Config) -> ConfigError:
-    """Return the error to raise for features that are not finite."""
+    """Return the error to raise for features that are not finite.
+
+    Its message names the encoder of the configuration.
+    """
     return ConfigError(
         f"model.encoder {config.model.encoder} returns non-finite numbers"
     )
@@ -321,7 +345,7 @@ def not_finite(config: Config) -> ConfigError:
 def decode_rows(
     config: Config, seeds: np.ndarray, images: Sequence[Image], has_views: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, list[str | None]]:
-    """Decode all pixels of some rows that an encoder needs. Every image is read once.
+    """Decode the pixels of some rows that an encoder needs. Every image is read once.
 
     Args:
         config: The configuration of the run.
@@ -331,11 +355,14 @@ def decode_rows(
         has_views: bool (n,), the rows that have random views.
 
     Returns:
-        The pixels of each row in one line, uint8 (n, bytes): first the whole image,
-        resized and cropped to a square (3, S, S) for the evaluation view, then the
-        crops of the random views, black where there are none. bool (n,), the rows that
-        have random views and can be read. For each row the reason why it cannot be
-        read, or None. All pixels of such a row are black.
+        Three values. The first are the pixels of each row in one line, uint8 (n,
+        bytes): the centered square of the image, resized to (3, T, T) with T =
+        ``data.stored_size``, from which the evaluation view is cut; then the V crops of
+        the random views (3, S, S) with S = ``augment.large.size``, which are not yet
+        flipped or changed in color. Crops are black (0) for a row without random views,
+        and so are all pixels of a row that cannot be read. The second is bool (n,), the
+        rows that have random views and can be read. The third has for each row the
+        reason why it cannot be read, or None.
 
     Raises:
         StorageError: A file of an image cannot be read now, but perhaps later.
@@ -371,14 +398,17 @@ def encode_rows(
 ) -> Tensor:
     """Compute the features of rows from the pixels that :func:`decode_rows` returns.
 
+    The evaluation view is cut from the square. The crops become random views: they are
+    flipped and changed in color with the random numbers of the row's seed.
+
     Args:
         config: The configuration of the run.
         encoder: The encoder in eval mode on its device, or a :class:`Runtime` of it.
         seeds: The seeds of the random views of each row, int64 (n,), from
             :func:`view_seeds`.
-        pixels: The pixels of each row, uint8 (n, bytes): the image as a square, then
-            the crops of the random views.
-        viewed: bool (n,), the rows that have crops of random views.
+        pixels: The pixels of each row, uint8 (n, bytes), on any device: the image as a
+            square, then the crops of the random views.
+        viewed: bool (n,), the rows that have crops of random views and could be read.
         ok: bool (n,), the rows that could be read.
 
     Returns:
@@ -407,8 +437,10 @@ def encode_rows(
 def _random_views(config: Config, seed: int, crops: Tensor) -> list[Tensor]:
     """Make the V normalized random views of one row from its crops.
 
-    V is the number of random views that the configuration asks for, and S the side of
-    a view in pixels.
+    The crops are flipped, changed in color and blurred as the augmentation of large
+    views says, and then normalized. The seed decides the random numbers. V is the
+    number of random views that the configuration asks for, and S the side of a large
+    view in pixels.
 
     Args:
         config: The configuration of the run.
@@ -417,7 +449,7 @@ def _random_views(config: Config, seed: int, crops: Tensor) -> list[Tensor]:
             :class:`~uno.crops.Cropper` of this configuration has written them.
 
     Returns:
-        V tensors float32 (1, 3, S, S).
+        V tensors float32 (1, 3, S, S), on the device of ``crops``.
     """
     return augment_crops(
         _cropper(config).split(crops),
@@ -434,7 +466,8 @@ def _random_views(config: Config, seed: int, crops: Tensor) -> list[Tensor]:
 def row_bytes(config: Config) -> int:
     """Return how many bytes of pixels :func:`decode_rows` returns for a row.
 
-    They are the image as a square and the crops of its random views.
+    They are the image as a square and the crops of its V random views. The number is
+    the same for rows without random views.
     """
     return _square_bytes(config) + _cropper(config).row_bytes
 
@@ -466,13 +499,14 @@ def _cropper(config: Config) -> Cropper:
 def _encode(config: Config, encoder: nn.Module, images: Tensor) -> Tensor:
     """Compute the features of normalized images in batches.
 
-    On a CPU all batches have one size, 8 images: the last one is filled up with zeros.
-    On a GPU a batch has at most 256 images. The precision "bf16" computes in bfloat16.
+    On a CPU all batches have one size, 8 images: the last one is filled up with zeros,
+    whose features are dropped. On a GPU a batch has at most 256 images. With
+    ``compute.precision`` "bf16" the encoder runs under autocast to bfloat16.
 
     Args:
         config: The configuration of the run.
         encoder: The encoder in eval mode on its device, or a :class:`Runtime` of it,
-            which divides the images itself.
+            which divides the images and chooses the precision itself.
         images: float32 (B, 3, S, S), normalized, on the encoder's device.
 
     Returns:
@@ -497,6 +531,8 @@ def _encode(config: Config, encoder: nn.Module, images: Tensor) -> Tensor:
 def _plain_views(config: Config, pixels: Tensor) -> Tensor:
     """Make the evaluation view of each row: the center of its square, normalized.
 
+    The center is cropped and not resized.
+
     Args:
         config: The configuration of the run.
         pixels: The pixels of each row, uint8 (n, bytes): the image as a square (3, T,
@@ -515,7 +551,8 @@ def _plain_views(config: Config, pixels: Tensor) -> Tensor:
 def side(config: Config) -> int:
     """Return the side S of the evaluation view in pixels.
 
-    It is the side of a large view, or that of the stored squares if that is smaller.
+    It is ``augment.large.size``, the side of a large view, or ``data.stored_size``, the
+    side of the stored squares, if that is smaller.
     """
     return min(config.augment.large.size, config.data.stored_size)
 
@@ -534,7 +571,8 @@ def compute_local(
     """Encode rows by threads of this process, each of which encodes a chunk at a time.
 
     Each thread computes with one CPU thread of PyTorch, and so does the calling thread
-    meanwhile.
+    until the generator ends. Up to ``threads`` further chunks are computed while the
+    caller uses one.
 
     Args:
         job: The rows of the run, and how they are encoded.
@@ -560,22 +598,27 @@ def image_versions(images: Images, rows: np.ndarray) -> pa.Array:
     """Return a text for each image, by which a changed image is noticed.
 
     It holds the stored size of the image in bytes (-1 if it is not known; in a Parquet
-    file about the mean size in the row group), and the modification time in ns of its
-    file, or of the file that images are stored together in. Times that are not known
-    are looked up for images that are remote files of their own, with a request for each
-    file; others have the time -1. An image in memory has the time 0, and a hash of its
-    pixels or bytes in place of the size.
+    file about the mean size in the row group), and the modification time in ns since
+    1970 of its file, or of the file that images are stored together in. Times that are
+    not known are looked up for images that are remote files of their own, with a
+    request for each file. They stay -1 for such a file that is missing, and for images
+    that are stored together. The version of a missing local file is '-1 0'.
+
+    An image in memory has the time 0, and in place of the size a hash of its pixels
+    with their shape, or of its encoded bytes. In a list of paths in memory, an image
+    has a hash of its path, and the time of its file.
 
     Args:
         images: The images of all rows.
         rows: int64 (n,), numbers of rows.
 
     Returns:
-        An Arrow array of n large strings, such as '1804 1719900000000000000'.
+        An Arrow array of n large strings: the size or hash, a space and the time, such
+        as '1804 1719900000000000000'.
 
     Raises:
-        ConfigError: Remote storage refuses a request, or a file that holds many images
-            cannot be read.
+        ConfigError: Remote storage refuses a request or cannot be reached, or a file
+            that holds many images cannot be read.
     """
     content = images.content_keys(rows)
     if not isinstance(content, pa.Array):
@@ -594,8 +637,10 @@ class _Index(NamedTuple):
     """Which images one file of a feature cache holds, and where.
 
     Attributes:
-        keys: Arrow array of text: the id, version and number of views of each image.
-        first: The number of the first vector of each image in the file, int64.
+        keys: Arrow array (I,) of text: the id, version and number of views of each of I
+            images, with a line break between them.
+        first: The row of the file that has the first vector of each image, the one of
+            its evaluation view, int64 (I,).
     """
 
     keys: Any
@@ -606,11 +651,15 @@ class FeatureCache:
     """The cached features of one way of encoding, in a cache directory.
 
     Images that cannot be read have no features in the cache, so each use tries to read
-    them again.
+    them again. Making an object finds out the version of every image by
+    :func:`image_versions`, which may take requests to remote storage.
 
     Args:
-        storage: The cache directory.
+        storage: The cache directory. The cache is the folder ``job.folder`` in it.
         job: The rows whose features are read and written, and how they are computed.
+
+    Raises:
+        ConfigError: The version of an image cannot be found out.
     """
 
     def __init__(self, storage: Storage, job: FeatureJob) -> None:
@@ -632,12 +681,14 @@ class FeatureCache:
 
         A row is found by its id, the version of its image (:func:`image_versions`) and
         its number of views. A file of features that is damaged or cannot be read is
-        removed, and a warning is logged. Its rows count as rows that the cache lacks.
+        removed if possible, and a warning is logged. Its rows count as rows that the
+        cache lacks.
 
         Returns:
-            Features float32 (N, 1 + V, D), the evaluation view and V random views of
-            each row, zeros where there are none; and the numbers int64 (n,) of the rows
-            that the cache lacks, ascending.
+            Features float32 (N, 1 + V, D), D features of the evaluation view and of V
+            random views of each row; and the numbers int64 (n,) of the rows that the
+            cache lacks, ascending. The features are zeros for these rows, and for the
+            random views of test rows.
 
         Raises:
             StorageError: The cache directory cannot be listed, or the storage cannot be
@@ -664,7 +715,9 @@ class FeatureCache:
             def copy(number: int) -> None:
                 """Copy the features of one file into ``features``.
 
-                Its rows are marked in ``is_read``, unless the file is damaged.
+                The rows of the run that are found in the file are marked in
+                ``is_read``. If the file is damaged or cannot be read, nothing is copied
+                and marked.
 
                 Args:
                     number: The index of the file in ``names``.
@@ -689,7 +742,8 @@ class FeatureCache:
         """Write the features of some rows to a new file, which appears whole.
 
         Args:
-            rows: int64 (n,), numbers of the rows, which must be readable.
+            rows: int64 (n,), numbers of the rows. The caller leaves out rows that
+                cannot be read.
             features: float32 (n, 1 + V, D), the evaluation view and V random views of
                 each row. Of a row without random views, such as a test row, only the
                 evaluation view is written.
@@ -719,11 +773,14 @@ class FeatureCache:
     def _read_index(self, name: str) -> _Index:
         """Read which images a file of features holds, and where.
 
-        The result has no images if the file is damaged or cannot be read. The file is
-        then removed.
+        The result has no images if the file is damaged or cannot be read. A warning is
+        then logged, and the file is removed if possible.
 
         Args:
             name: The name of the file in the folder of the cache.
+
+        Raises:
+            StorageError: The storage cannot be reached now.
         """
         table = self._read_columns(name, ["id", "version", "view"])
         if table is None:
@@ -742,9 +799,10 @@ class FeatureCache:
             columns: The names of the columns.
 
         Returns:
-            The table, or None if the file is damaged or is gone. A warning is
-            then logged, and the file is removed if that is possible. A file is also
-            damaged if it lacks a column or its vectors do not have D numbers.
+            The table, or None if the file is damaged, is gone or cannot be read for
+            another reason that lasts. A warning is then logged, and the file is removed
+            if that is possible. A file is also damaged if it lacks one of ``columns``
+            or "embedding", or if its vectors do not have D numbers.
 
         Raises:
             StorageError: The storage cannot be reached now.
@@ -792,11 +850,11 @@ def cached_features(
 ) -> tuple[Tensor, list[str | None]]:
     """Return the features of all rows, from a cache or computed now.
 
-    Rows that were encoded and can be read are written to the cache after 32 MiB or 10 s
-    of new features, at the end, and also when ``compute`` raises an error, so that a
-    later call encodes only the other rows. If the cache lacks any row, ``facts.json``
-    is written first. Rows that cannot be read are not cached: ``compute`` gets their
-    numbers again in each call.
+    New features of readable rows are written to the cache after a chunk if there are 32
+    MiB of them or 10 s have passed since the last write. They are also written at the
+    end, and when ``compute`` raises an error, so that a later call encodes only the
+    other rows. If the cache lacks any row, ``facts.json`` is written first. Rows that
+    cannot be read are not cached: ``compute`` gets their numbers again in each call.
 
     Args:
         cache: The cache of the N rows.
@@ -849,10 +907,13 @@ def _save(cache: FeatureCache, features: Tensor, unsaved: list[np.ndarray]) -> N
 
     Args:
         cache: The cache.
-        features: The features of all rows, float32 (N, 1 + V, D), D for the evaluation
-            view and for each of V random views.
-        unsaved: Numbers of the rows that are not in the cache yet, int64 arrays. The
-            list is emptied.
+        features: The features of all rows, float32 (N, 1 + V, D): D features of the
+            evaluation view and of each of V random views.
+        unsaved: Numbers of the readable rows that are not in the cache yet, int64
+            arrays. The list is emptied.
+
+    Raises:
+        StorageError: The file cannot be written.
     """
     rows = np.concatenate([*unsaved, np.arange(0)])
     unsaved.clear()
@@ -864,7 +925,8 @@ def cache_directory(config: Config) -> str:
     """Return the path or URI of the directory in which features are kept.
 
     It is ``compute.cache``, or else the environment variable UNO_CACHE, or else the
-    folder ``uno`` in XDG_CACHE_HOME or in ``~/.cache``. It is not created here.
+    folder ``uno`` in XDG_CACHE_HOME, or in ``~/.cache`` if that is not set. An empty
+    variable counts as not set. The directory is not created here.
 
     Args:
         config: The configuration of the run.

@@ -61,7 +61,7 @@ class FileEntry(NamedTuple):
 
     Attributes:
         relative: Path below the root of the source, with '/' as separator.
-        path: Full local path or URI.
+        path: Local path with which the file can be opened, or URI.
         size: Size in bytes, -1 if not known.
         time: Modification time in ns since 1970; -1 if not known, 0 for a missing file.
     """
@@ -75,8 +75,9 @@ class FileEntry(NamedTuple):
 def is_transient(error: object) -> bool:
     """Return whether an error of storage may not occur again a moment later.
 
-    Timeouts, throttling and lost connections are such errors. Missing files, denied
-    access and full disks are not.
+    The message is searched for the texts of :data:`TRANSIENT`: timeouts, throttling,
+    internal errors of a server and lost connections. Missing files, denied access and
+    full disks are not among them.
 
     Args:
         error: An exception, or its message.
@@ -93,8 +94,8 @@ def normalize_path(path: str) -> str:
     """Convert a path as a user writes it to the form that this module takes.
 
     In a local path a leading ``~`` is expanded. ``file://`` is removed together with a
-    host and with all from '?' or '#' on, and the percent signs are decoded. Another URI
-    only loses slashes at its end.
+    host and with all from '?' or '#' on, and percent-encoded characters are decoded.
+    Another URI only loses slashes at its end.
 
     Args:
         path: A local path, or a URI such as ``s3://bucket/folder``.
@@ -112,9 +113,10 @@ def normalize_path(path: str) -> str:
 
 
 def full_path(path: str) -> str:
-    """Return the absolute path of a local path, and a URI unchanged.
+    """Return the absolute path of a local path, or a URI unchanged.
 
-    The result is valid in processes that run in another directory.
+    The absolute path has no '..', and links in it are kept. The result is valid in
+    processes that run in another directory.
 
     Args:
         path: A local path without ``~``, or a URI.
@@ -164,7 +166,7 @@ def require_regular(path: str | bytes) -> None:
         path: The local path. A link counts as what it leads to.
 
     Raises:
-        OSError: It is neither, or does not exist.
+        OSError: It is neither of the two, does not exist or cannot be looked up.
     """
     mode = os.stat(path).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
@@ -193,18 +195,21 @@ def walk(root: str, follow_links: bool = False) -> Iterator[FileEntry]:
 
     All folders below ``root`` are searched. Hidden files and folders are left out:
     their names begin with '.', or are __MACOSX. Links to files and folders inside
-    ``root`` are followed in any case, except that a link to a folder around it is left
-    out, so that loops end. A link whose target does not exist is a file of size -1.
-    Devices, sockets and the like are left out.
+    ``root`` are followed in any case, except that a link to a folder that contains the
+    link is left out, so that loops end. A link to ``root`` itself counts as a link out
+    of ``root``: it is an error without ``follow_links``, and left out with it. A link
+    whose target does not exist is a file of size -1 and time 0. Devices, sockets and
+    the like are left out.
 
     Args:
         root: Local folder or URI.
         follow_links: Whether a link may also lead out of a local ``root``.
 
     Raises:
-        ConfigError: There are more than MAX_ROWS files, a folder cannot be listed or
-            ``root`` is missing, or a link leads out of a local ``root`` and
-            ``follow_links`` is False. It is raised when the consumer comes to it.
+        ConfigError: There are more than MAX_ROWS (100 million) files, a folder cannot
+            be listed, ``root`` is missing or is no folder, or a link leads out of a
+            local ``root`` and ``follow_links`` is False. It is raised when the consumer
+            comes to it.
     """
     files = _walk_remote(root) if is_uri(root) else _walk_local(root, follow_links)
     for number, file in enumerate(files):
@@ -217,8 +222,9 @@ def _walk_local(root: str, follow_links: bool) -> Iterator[FileEntry]:
     """Yield the files below a local folder in the order of their relative paths.
 
     Hidden files and folders are left out, and so are devices, sockets and the like. A
-    link to a folder that is being listed is left out, so loops of links end. A link
-    whose target does not exist is a file of size -1.
+    link to a folder that is being listed is left out, so loops of links end. But a link
+    to ``root`` itself counts as one that leads out of it. A link whose target does not
+    exist is a file of size -1 and time 0.
 
     Args:
         root: The local folder.
@@ -242,7 +248,7 @@ def _walk_local(root: str, follow_links: bool) -> Iterator[FileEntry]:
 
         Raises:
             ConfigError: The folder cannot be listed, or a link leads out of the root
-                and ``follow_links`` is False.
+                (or to the root itself) and ``follow_links`` is False.
         """
         real = os.path.realpath(folder)
         if real in above:
@@ -284,9 +290,9 @@ def _walk_remote(root: str) -> Iterator[FileEntry]:
     """Yield the files below a URI in the order of their relative paths.
 
     Hidden files and folders are left out. First the root is listed, then the folders in
-    it at the same time. Then, also at the same time, one request for each folder two
-    levels below the root lists all that is below this folder. All requests are made
-    before the first file is yielded.
+    it, up to 16 at the same time. Then, also up to 16 at the same time, one call for
+    each folder two levels below the root lists all that is below this folder. All calls
+    are made before the first file is yielded.
 
     Args:
         root: The URI of the folder.
@@ -304,6 +310,9 @@ def _walk_remote(root: str) -> Iterator[FileEntry]:
         Args:
             folder: Path inside the file system.
             is_deep: Whether all folders below it are listed, too.
+
+        Raises:
+            ConfigError: The folder cannot be listed.
         """
         with reading(root):
             return list(
@@ -337,8 +346,9 @@ def children(root: str) -> tuple[list[str], list[str]]:
 
     Returns:
         Names of the folders and names of the files, each sorted, without hidden ones
-        (their names begin with '.', or are __MACOSX). A remote folder that does not
-        exist counts as empty.
+        (their names begin with '.', or are __MACOSX). A link to a folder is a folder,
+        and all that is no folder counts as a file. A remote folder that does not exist
+        counts as empty.
 
     Raises:
         ConfigError: The folder cannot be listed, or is local and does not exist.
@@ -377,7 +387,8 @@ def join(root: str, *parts: str) -> str:
 
     Args:
         root: Local folder or URI. Options of a URI, from '?' on, stay at its end.
-        *parts: Names, or relative paths with '/', which are percent-encoded in a URI.
+        *parts: Names, or relative paths with '/', which are not encoded. In a URI they
+            are percent-encoded here, except for '/'.
     """
     if not is_uri(root):
         return os.path.join(root, *parts)
@@ -483,7 +494,7 @@ def read_whole(path: str, max_bytes: int, what: str = "") -> bytes:
 
 
 def read_text(path: str, max_bytes: int, what: str = "") -> str:
-    """Read a text file in UTF-8, with or without a byte order mark.
+    """Read a text file in UTF-8. A byte order mark is removed.
 
     Args:
         path: Local path or URI.
@@ -524,7 +535,7 @@ def resolver(root: str, follow_links: bool = False) -> Callable[[str], str | Non
         """Return the full path of ``relative``, which need not exist.
 
         None if it is outside the root or is a local root itself, is a URI or has a NUL
-        character.
+        character. The rules are those of :func:`resolver`.
         """
         if is_uri(relative) or "\0" in relative:
             return None
@@ -571,17 +582,20 @@ def with_remote_facts(files: Sequence[FileEntry]) -> list[FileEntry]:
     """Look up the size and the modification time of remote files without a time.
 
     A listing of a folder gives both. Files that were named one by one are looked up
-    here, with one request each, many at the same time.
+    here, with one request each.
 
     Args:
-        files: Files, of which the remote ones are in the same storage.
+        files: Files, of which the remote ones without a time are all in the file system
+            of the first one.
 
     Returns:
-        The files in the same order. A file that is local, has a time (not -1), or is
-        missing stays as it is.
+        The files in the same order, those that were looked up with their size and time.
+        A file stays as it is if it is local, has a time (not -1) or is missing, or if
+        the storage gives no time for it.
 
     Raises:
-        ConfigError: The storage refuses a request.
+        ConfigError: The storage refuses a request or cannot be reached, or a URI is not
+            valid.
     """
     wanted = [file for file in files if is_uri(file.path) and file.time < 0]
     infos = []
@@ -600,14 +614,16 @@ def with_remote_facts(files: Sequence[FileEntry]) -> list[FileEntry]:
 def locate(path: str) -> tuple[Any, Any]:
     """Return the file system of a path or URI, and the path inside it.
 
-    URIs of the same scheme, host and options share one connection.
+    URIs of the same scheme, host and options share one connection. The last 16 are
+    kept.
 
     Args:
         path: Local path or URI. A URI may have options, from '?' on.
 
     Returns:
-        A ``pyarrow.fs.FileSystem``; and the path, ``bytes`` for a local path and
-        ``str`` for a URI.
+        A ``pyarrow.fs.FileSystem``; and the path inside it: ``bytes`` for a local path
+        as it was given; ``str`` for a URI, percent-decoded and without a slash at the
+        end, such as 'bucket/folder/name'.
 
     Raises:
         OSError: The URI is not valid, or pyarrow does not know its scheme or options.
@@ -636,7 +652,7 @@ def _connect(host: str, options: str) -> tuple[Any, str]:
         options: Options of the URI with the leading '?', or ''.
 
     Returns:
-        The file system, and the path of the host inside it.
+        The file system, and the path of the host inside it, such as 'bucket'.
 
     Raises:
         OSError: pyarrow does not know the scheme or the options.
@@ -756,9 +772,13 @@ class Storage:
     def below(self, name: str) -> str:
         """Return the full path or URI of a file below the root.
 
+        For a remote root it is a URI with the scheme and the options of the root's URI.
+        Here the name is percent-encoded, except for '/'. In a local path it is not
+        changed.
+
         Args:
-            name: The path of the file below the root, which is percent-encoded in a
-                URI; '' for the root itself. Options of a URI stay at its end.
+            name: The path of the file below the root, not encoded; '' for the root
+                itself.
         """
         return join(self.uri, name) if name else self.uri
 
@@ -775,6 +795,8 @@ class Storage:
 
     def list(self, name: str = "") -> list[str]:
         """Return the names of the files and directories in a directory, sorted.
+
+        Hidden ones are included. Directories in it are not searched.
 
         Args:
             name: The path of the directory below the root; '' for the root itself. A
@@ -908,8 +930,9 @@ class Storage:
         """Open a stream that creates or replaces a file when the ``with`` block ends.
 
         The file appears whole. If the block raises an error, or the upload fails, a
-        file that was there before stays as it was. Bytes for a remote file system are
-        collected in a temporary file on this machine and uploaded once.
+        file that was there before stays as it was. The bytes for a local file are
+        written to a temporary file beside it. Bytes for a remote file system are
+        collected in a temporary file on this machine and uploaded at once at the end.
 
         Args:
             name: Name of the file. Missing directories are created.
@@ -994,7 +1017,8 @@ class Storage:
     def delete(self, name: str) -> None:
         """Delete a file, or a directory with all that is in it.
 
-        Nothing happens if there is none of that name, or if it is a special file.
+        Nothing happens if there is none of that name, or if it is a special file, such
+        as a device.
 
         Args:
             name: The path of the file or directory below the root.
@@ -1049,6 +1073,12 @@ class Storage:
         """Create the directory that a file is in.
 
         Nothing is done for object stores, which have no directories.
+
+        Args:
+            name: Name of the file.
+
+        Raises:
+            OSError: The directory cannot be created.
         """
         if not self._fs.type_name.startswith(FLAT):
             self._fs.create_dir(os.path.dirname(self._inner(name)), recursive=True)
@@ -1073,7 +1103,8 @@ class Storage:
     def _errors(self, what: str, name: str) -> AbstractContextManager[None]:
         """Turn errors of storage inside the ``with`` block into StorageErrors.
 
-        The message is 'cannot WHAT PATH: REASON'.
+        The message is 'cannot WHAT PATH: REASON'. Only an OSError, UnicodeError or
+        ArrowException is turned into one.
 
         Args:
             what: What is tried, such as 'read'.
@@ -1083,11 +1114,11 @@ class Storage:
 
 
 def user_cache() -> str:
-    """Return the cache directory of the user, a path or URI.
+    """Return the directory in which this program keeps its cache, a path or URI.
 
     It is the environment variable ``UNO_CACHE`` if that is set, else the folder ``uno``
-    in ``XDG_CACHE_HOME`` or else in ``~/.cache``. A variable that is empty counts as
-    not set. The directory is not created.
+    in ``XDG_CACHE_HOME``, or in ``~/.cache`` if that is not set either. A variable that
+    is empty counts as not set. The directory is not created.
     """
     user = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "uno")
     return normalize_path(os.environ.get(CACHE_VARIABLE) or user)
@@ -1121,9 +1152,10 @@ def reserve_space(file: Any, size: int) -> None:
 def create_local(path: Path) -> Iterator[Any]:
     """Open a stream that creates or replaces a local file when the ``with`` block ends.
 
-    The bytes are written to a temporary file beside it. When they are on the disk, this
-    file is renamed to ``path``. If the block raises an error, the temporary file is
-    deleted and a file at ``path`` stays as it was.
+    The bytes are written to a temporary file beside it. When they are on the disk
+    (fsync), this file is renamed to ``path``, and the directory is synchronized, too.
+    If the block raises an error, the temporary file is deleted and a file at ``path``
+    stays as it was.
 
     Args:
         path: Path of the file. Missing directories are created.

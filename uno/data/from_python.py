@@ -23,10 +23,10 @@ LIST_METHODS = ("to_pylist", "to_list", "tolist")
 def float_vectors(given: Any, what: str) -> Tensor:
     """Convert numbers that a caller passes as vectors to a float32 tensor.
 
-    None, NaN and masked values become NaN, and numbers that are too large for float32
-    become infinite. They are not refused here: the caller reports such rows as
-    unusable. In arrays of objects, such as tables of several types, booleans and texts
-    of numbers are converted, too.
+    None, NaN and the masked values of a NumPy array of numbers become NaN, and numbers
+    that are too large for float32 become infinite. They are not refused here: the
+    caller reports such rows as unusable. In arrays of objects, such as tables of
+    several types, booleans and texts of numbers are converted, too.
 
     Args:
         given: Numbers (N, D), or (N, V, D) with V views of each row: an array, a
@@ -35,13 +35,15 @@ def float_vectors(given: Any, what: str) -> Tensor:
         what: The name of the argument, for messages.
 
     Returns:
-        float32 (N, V, D) on the CPU. The tensor may share its memory with ``given``.
+        float32 (N, V, D) on the CPU, with V = 1 for numbers (N, D). The tensor may
+        share its memory with ``given``.
 
     Raises:
         ConfigError: ``given`` is an array of something else than integers, floats and
             objects, such as booleans, text or complex numbers; or of objects that NumPy
             cannot convert, such as ``pandas.NA``. Or it has rows of different lengths
-            or another number of dimensions, is empty (N, V or D is 0), or is sparse.
+            or another number of dimensions, is empty (N, V or D is 0), or is a sparse
+            matrix or tensor.
     """
     if hasattr(given, "toarray") and hasattr(given, "nnz"):  # scipy.sparse has both
         raise ConfigError(
@@ -75,8 +77,9 @@ def _float_array(given: Any, what: str) -> np.ndarray:
     Returns:
         float32, in native byte order and contiguous memory. The array has the shape of
         ``given``, or (N, D) or (N, V, D) for N objects that are vectors or matrices.
-        The number of dimensions is not checked. Masked values are NaN, and numbers that
-        are too large are infinite. It may share its memory with ``given``.
+        The number of dimensions is not checked. The masked values of an array of
+        numbers are NaN, and numbers that are too large are infinite. It may share its
+        memory with ``given``.
 
     Raises:
         ConfigError: ``given`` does not hold real numbers in rows of equal length.
@@ -110,6 +113,7 @@ def _stacked(array: np.ndarray) -> np.ndarray:
     Raises:
         ValueError: The vectors have different lengths, or a text is no number.
         TypeError: Another object is no number.
+        OverflowError: A whole number is too large even for float64.
     """
     if array.ndim != 1 or not len(array):
         return array.astype(np.float32)
@@ -123,10 +127,11 @@ def _fix(given: Any) -> str:
         given: The table or column, as a caller passes it.
 
     Returns:
-        Text that ends an error message: for anything with the attribute ``columns`` the
-        advice to pass its numbers alone, else for a column, list or other object of one
-        dimension to stack its vectors; '' for an array of another number of dimensions
-        and for text.
+        Text that ends an error message. For anything with the attribute ``columns``, it
+        is the advice to pass its numbers alone. For text and bytes it is ''. For a
+        column, for an array of one dimension, and for any other object without the
+        attribute ``ndim``, such as a list, it is the advice to stack the vectors. It is
+        '' for an array of another number of dimensions.
     """
     if hasattr(given, "columns"):
         return (
@@ -166,8 +171,9 @@ def class_names(labels: Any) -> list[str | None]:
         for the number 3 and 'True' for True; or None.
 
     Raises:
-        ConfigError: ``labels`` is no list or column, or holds a fraction, an infinite
-            number, or something that is neither text nor a number nor a boolean.
+        ConfigError: ``labels`` is no list or column, or holds a fraction (also as text
+            that is read as a number), an infinite number, or something that is neither
+            text nor a number nor a boolean.
     """
     return encode_labels("labels", values_of(labels, "labels")).to_pylist()
 
@@ -176,7 +182,8 @@ def distinct_ids(ids: Any) -> list[str]:
     """Return the id of each row as text, and check that no two are equal.
 
     Args:
-        ids: A list, array, tensor or column of N ids. A number becomes its text.
+        ids: A list, array, tensor or column of N ids. A value that is no text, such as
+            a number, becomes its text.
 
     Returns:
         N different texts, in the order of ``ids``.
@@ -212,8 +219,9 @@ def values_of(given: Any, what: str) -> list[Any]:
         what: The name of the argument, for messages.
 
     Raises:
-        ConfigError: ``given`` is a table, a mapping, a text, a scalar, or an array with
-            another number of dimensions than one.
+        ConfigError: ``given`` is a table (anything with the attribute ``columns``), a
+            mapping, a text, a scalar or another object that is not iterable, or an
+            array with another number of dimensions than one.
     """
     if hasattr(given, "columns") or isinstance(given, Mapping):
         kind = type(given).__name__

@@ -42,8 +42,9 @@ UNREADABLE = (
 def read_h5ad(path: str, options: ReadOptions) -> VectorFile:
     """Read an array of an .h5ad file as embeddings, and columns of its ``obs``.
 
-    The id of a row is the value of the column ``id`` of ``obs`` if there is one, else
-    the name of the cell. Without an option the array is ``X_pca`` of ``obsm``, else the
+    The id of a row is the value of the column of ``obs`` that is called ``id``, or that
+    ``options.columns`` names as "id". Without such a column it is the name of the cell,
+    the index of ``obs``. Without an option the array is ``X_pca`` of ``obsm``, else the
     only array of ``obsm``. ``options.columns`` can name another array of ``obsm`` as
     "embedding", or ``X`` for the matrix ``X`` itself. The array must be dense.
 
@@ -54,17 +55,19 @@ def read_h5ad(path: str, options: ReadOptions) -> VectorFile:
             that ``columns`` names may be missing.
 
     Returns:
-        The vectors of the cells as float32 (N, D), a note that names their array, and
-        those columns of ``obs`` that have a standard name or that ``options.columns``
-        names: id, label, eval_label, split, path and text. A column of images is
-        returned as the column 'path'.
+        The vectors of the cells as float32 (N, D); a note that names their array; the
+        names of all columns of ``obs``; and those columns of ``obs`` that have a
+        standard name or that ``options.columns`` names: id, label, eval_label, split,
+        path and text. The column "id" is always there. The column 'image' holds paths
+        of images: it is returned as 'path', also if there is a column 'path', too.
 
     Raises:
         ConfigError: The file cannot be read or has the layout of an old anndata; an
             array or column is missing, or a column such as ``Label`` would be ignored;
             several arrays could be meant; the array is sparse, is empty or holds no
-            numbers; or two cells have one name and there is no column ``id``.
-        StorageError: The disk has no space for the vectors.
+            numbers; or two cells have one name and there is no column of ids.
+        StorageError: The file for a large array of vectors cannot be made, for example
+            because the disk is full.
         ModuleNotFoundError: h5py is not installed.
     """
     import h5py  # of the extra h5ad
@@ -97,9 +100,11 @@ def _read_cells(path: str, file: Any, options: ReadOptions) -> VectorFile:
             column such as ``Label`` would be ignored; several arrays could be meant;
             the array is sparse, is empty or holds no numbers; or two cells have one
             name and there is no column of ids.
-        KeyError: A member of the file is missing. h5py also raises other errors of
-            :data:`UNREADABLE` for damaged files.
-        StorageError: The disk has no space for the vectors.
+        KeyError: A member of the file is missing. Other errors of :data:`UNREADABLE`
+            are raised for damaged files, and a ValueError for a member that is a link
+            to data elsewhere.
+        StorageError: The file for a large array of vectors cannot be made, for example
+            because the disk is full.
     """
     obs = _open_member(file, "obs")
     if "column-order" not in obs.attrs or "__categories" in obs:
@@ -146,10 +151,10 @@ def _choose_array(path: str, arrays: Sequence[str]) -> str:
 
     Args:
         path: Path of the file, for error messages.
-        arrays: Names of the arrays of ``obsm``.
+        arrays: Names of the arrays of ``obsm``, dense and sparse ones.
 
     Returns:
-        ``X_pca``, else the only name.
+        ``X_pca`` if it is among them, else the only name.
 
     Raises:
         ConfigError: There is none, or there are several and ``X_pca`` is not among
@@ -214,11 +219,13 @@ def _read_matrix(path: str, node: Any) -> np.ndarray:
         node: The dataset, or the group of a sparse matrix.
 
     Returns:
-        An array in memory or, if it is large, in a mapped file without a name.
+        An array in memory or, from 256 MiB on, in a mapped file without a name.
 
     Raises:
-        ConfigError: The node is a sparse matrix, is empty, or does not hold numbers.
-        StorageError: The disk has no space for the array.
+        ConfigError: The node is a sparse matrix, is empty, or does not hold real
+            numbers.
+        StorageError: The mapped file cannot be made, for example because the disk is
+            full.
     """
     if not hasattr(node, "shape"):
         raise ConfigError(
@@ -276,7 +283,9 @@ def format_h5ad(
         arrays: Name of an array of ``obsm`` -> numbers (N, D).
 
     Returns:
-        The bytes of the file, which has no matrix ``X`` and an empty table ``var``.
+        The bytes of the file, which has no matrix ``X`` and an empty table ``var``. A
+        column of text becomes a categorical column, and null is NaN in a column of
+        floats.
 
     Raises:
         ModuleNotFoundError: h5py is not installed.

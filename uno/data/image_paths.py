@@ -64,9 +64,10 @@ class ImagePaths:
             since 1970. They are those of the first spelling that exists. If none
             exists, the path is that of the first spelling, with (-1, 0). In remote
             storage it is followed by (-1, -1). The path is None, with (-1, 0), if no
-            spelling exists and the first one is outside the folder: it leads out by
-            '..', as an absolute path or by a link (without ``follow_links``), it is a
-            URI of another place, or it has a NUL character.
+            spelling exists and the first one is not inside the folder: it leads out by
+            '..', as an absolute path or by a link (without ``follow_links``), it is the
+            local folder itself, it is a URI of another place, or it has a NUL
+            character.
         """
         written = self._complete(given)
         path = self._inside(written)
@@ -83,8 +84,9 @@ class ImagePaths:
     def refusal(self, given: str) -> str:
         """Return why :meth:`locate` returns None for a path, and what to do.
 
-        The text is for an error message. It says that the path is one of Label Studio's
-        server, a URL or URI, a link out of the folder, or otherwise outside the folder.
+        The text is for an error message. The first reason that applies is given: the
+        path is one on a server of Label Studio, is a URL or URI, is a link out of the
+        folder, or is otherwise outside the folder.
 
         Args:
             given: The path as the table has it.
@@ -120,9 +122,9 @@ class ImagePaths:
     def _complete(self, given: str) -> str:
         """Remove file:// or the folder's own URI from a path, and add a missing ending.
 
-        With file://, percent signs are decoded, too. The URI of the folder is removed
-        only if the folder is remote. The ending is the option ``image_suffix``. A path
-        has it if it ends so in upper or lower case.
+        With file://, percent-encoded characters are decoded, too. The URI of the folder
+        is removed only if the folder is remote. The ending is the option
+        ``image_suffix``. A path has it if it ends so in upper or lower case.
         """
         if given.startswith("file://"):
             given = filesystem.normalize_path(given)
@@ -139,8 +141,8 @@ def _other_spellings(path: str) -> Iterator[str]:
 
     There are five, in this order: the path without spaces at its ends; the path with
     slashes in place of backslashes; and three that change the one with slashes: its
-    percent signs are decoded, its Unicode form is NFC, or it is NFD. A spelling may
-    equal the path. For a path with a Windows drive nothing is yielded.
+    percent-encoded characters are decoded, its Unicode form is NFC, or it is NFD. A
+    spelling may equal the path. For a path with a Windows drive nothing is yielded.
     """
     slashes = path.replace("\\", "/")
     if not WINDOWS_DRIVE.match(path):
@@ -166,8 +168,8 @@ def find_images(
     Args:
         source: Name of the source, for errors.
         table_folder: Folder or URI of the table.
-        given: The N values of the column: texts, and None or '' for a row without a
-            path. A path is relative to the folder ``options.image_folder``, or to
+        given: The N >= 1 values of the column: texts, and None or '' for a row without
+            a path. A path is relative to the folder ``options.image_folder``, or to
             ``table_folder`` if that is None. It may also be absolute, begin with
             ``file://``, or begin with the URI of a remote folder, if it is inside this
             folder. If there is no such local file, other spellings are tried, see
@@ -182,14 +184,16 @@ def find_images(
             another way to correct the table, such as "; or ...". '' for none.
 
     Returns:
-        N files, with absolute paths or URIs. A local file that does not exist has the
-        size -1 and the time 0, and its image is unreadable. For a path in remote
-        storage both are -1, because no file is looked up.
+        N files, with absolute paths or URIs, and '' for a row without a path. A local
+        file that does not exist has the size -1 and the time 0, and its image is
+        unreadable. For a path in remote storage both are -1, because no file is looked
+        up.
 
     Raises:
         ConfigError: A value is no text, a row has no path although ``may_lack`` is
-            False, a path is outside the folder, or rows have paths but none of these
-            files exists (which is not checked in remote storage).
+            False, :meth:`ImagePaths.locate` finds a path outside the folder, or rows
+            have paths but none of these files exists (which is not checked in remote
+            storage).
     """
     paths_of_table = ImagePaths(table_folder, options)
     parts, row, first = list[Files](), 0, ""
@@ -232,12 +236,13 @@ def _fix_of_missing(root: str, example: str, options: ReadOptions) -> str:
 
     The first advice that fits is given. If the folder of the example has a file whose
     name differs only in capitals, it is to correct the names. For a path with a Windows
-    drive it is to write relative paths. Otherwise it is to give ``--data.image-folder``
-    and, if the example does not end like an image, ``--data.image-suffix``.
+    drive it is to write relative paths. Otherwise it is to give the options that are
+    not set: ``--data.image-folder`` and, if the example does not end like an image,
+    ``--data.image-suffix``.
 
     Args:
         root: Local folder that the paths are relative to.
-        example: A path of the table.
+        example: A path of the table, as the table has it.
         options: How the source is read. Options that are set are not proposed.
 
     Returns:

@@ -77,9 +77,10 @@ class Images(Protocol):
             rows: Row numbers, int64 (n,).
 
         Returns:
-            n images: encoded bytes, a path or URI, or pixels uint8 (H, W, 3). For an
-            image in a file of its own the path is returned, and the file is not read,
-            so a missing or unreadable file is noticed when it is decoded.
+            n images: encoded bytes, a path or URI, or RGB pixels uint8 (H, W, 3). For
+            an image in a file of its own the path is returned, and the file is not
+            read, so a missing or unreadable file is noticed when it is decoded. A
+            source of embeddings returns an array float32 (D,) for each row.
 
         Raises:
             ConfigError: A file that holds many images, such as a Parquet file or a tar
@@ -152,7 +153,8 @@ class Images(Protocol):
             rows: Row numbers, int64 (n,).
 
         Returns:
-            int64 (n,): -1 for a missing file, and if a size is not known, as of a URI;
+            int64 (n,): the bytes of the file, of the encoded image, or of the array of
+            pixels; -1 for a missing file, and if a size is not known, as of a URI;
             about the mean size in a row group for images in Parquet files.
         """
         images = self.read_images(rows)
@@ -175,7 +177,9 @@ class Images(Protocol):
 
         Returns:
             An Arrow array of n large strings. For images or embeddings in memory
-            instead an iterable of n ``bytes``, the content of each one.
+            instead an iterable of n ``bytes``: the shape and the pixels of an image,
+            its encoded bytes, its path if that is in the list, or the numbers of an
+            embedding.
         """
         return decimal(self.sizes(rows))
 
@@ -187,8 +191,8 @@ class Images(Protocol):
 
         Returns:
             int64 (n,), ns since 1970. 0, the default, for images in memory and for
-            missing files; -1 if the time is not known. Changes of images in memory are
-            seen in :meth:`content_keys`.
+            missing local files; -1 if the time is not known. Changes of images in
+            memory are seen in :meth:`content_keys`.
         """
         return np.zeros(len(rows), np.int64)
 
@@ -203,13 +207,16 @@ class Images(Protocol):
     def paths(self, rows: np.ndarray) -> list[str | None]:
         """Return the path of each image as text, or None if it is not a separate file.
 
-        By default the images are read for this, see :func:`path_of`.
+        By default :meth:`read_images` is called for this, which reads images that are
+        not in files of their own, and :func:`path_of` is called on the results. A
+        source of embeddings returns the paths of the pictures of its rows.
 
         Args:
             rows: Row numbers, int64 (n,).
 
         Returns:
-            For each row the absolute path or the URI, or None.
+            For each row the absolute path or the URI, or None. It is valid text: bytes
+            of a path that are not UTF-8 are backslash escapes.
         """
         return [path_of(image) for image in self.read_images(rows)]
 
@@ -277,9 +284,10 @@ class Images(Protocol):
             rows: Row numbers, int64 (n,).
 
         Returns:
-            Decoded pixels uint8 (n, 3, S, S), or features (n, D) of the run's frozen
-            encoder; and for each row the reason why it is unreadable, or None. A single
-            None, the default, if no decoded pixels or features are in memory.
+            Two values: decoded pixels uint8 (n, 3, S, S), features (n, D) of the run's
+            frozen encoder, or the first view (n, D) of the embeddings of a source; and
+            for each row the reason why it is unreadable, or None. S is the side of the
+            decoded squares. A single None, the default, if none of these are in memory.
         """
         return None
 
@@ -288,11 +296,11 @@ def _delegate_method(name: str) -> Any:
     """Make a method of :class:`ImageSubset` that calls the method of its base images.
 
     Args:
-        name: Name of a method that takes row numbers int64 (n,).
+        name: Name of a method of :class:`Images` that takes row numbers int64 (n,).
 
     Returns:
-        A method that translates the row numbers of the subset to those of the base
-        images.
+        A method with the argument ``rows``, row numbers of the subset. It translates
+        them to those of the base images, and returns what their method returns.
     """
     return lambda self, rows: getattr(self.images, name)(self.index[rows])
 
@@ -396,7 +404,10 @@ class InMemory(Images):
     items: Sequence[Any] | np.ndarray
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle with absolute paths, for processes that run in another directory."""
+        """Pickle with absolute paths, for processes that run in another directory.
+
+        URIs, and all items that are no paths, stay as they are.
+        """
         if isinstance(self.items, np.ndarray):
             return InMemory, (self.items,)
         return InMemory, (
@@ -448,10 +459,11 @@ class InMemory(Images):
 
 @dataclass(frozen=True, eq=False)
 class Files(Images):
-    """Images in files.
+    """N images in files of their own.
 
     Attributes:
-        column: Paths and URIs as an Arrow array of bytes, which processes share.
+        column: The absolute path or the URI of each file as bytes, and b'' for a row
+            without a file: an Arrow array (N,).
         stats: Size in bytes and modification time in ns since 1970 of each file, -1 if
             not known: int64 (N, 2). A missing file has the size -1 and the time 0.
     """
@@ -490,7 +502,9 @@ class Files(Images):
     def read_images(self, rows: np.ndarray) -> list[Image]:
         """Return the paths of some rows int64 (n,), '' for a row without a file.
 
-        The files are read when they are decoded. A missing file is noticed then.
+        A path is absolute or a URI. Bytes of it that are not UTF-8 are surrogate
+        escapes. The files are read when they are decoded. A missing file is noticed
+        then.
         """
         return [
             os.fsdecode(path) for path in self.column.take(pa.array(rows)).to_pylist()
@@ -592,7 +606,8 @@ def spread(
         images: The images of all rows.
         kinds: Row numbers of each kind of rows, such as labeled and unlabeled ones:
             int64 (n,) each.
-        num: Largest number of rows of each kind to choose.
+        num: Largest number of rows of each kind to choose. With ``labels`` the first
+            kind may get more, see below.
         labels: Classes of the first kind's rows, int64 (n,). None if they are not
             known; groups are then not checked for being sorted by class, and a class
             may have no row in the sample.
@@ -600,8 +615,9 @@ def spread(
     Returns:
         For each kind the positions of the chosen rows in its row numbers, ascending,
         int64. If a kind has no more than ``num`` rows, they are all. Of images that are
-        stored together, they may be fewer than ``num``. To those of the first kind one
-        row is added of each class that would have none.
+        stored together, they may be fewer than ``num``. If ``labels`` are given, the
+        first row of each class that would have none is added to those of the first
+        kind.
     """
     found = even = [evenly_spaced(num, len(rows)) for rows in kinds]
     none = np.arange(0)
@@ -738,11 +754,15 @@ def to_columns(images: Images, rows: np.ndarray) -> dict[str, Any]:
         rows: Row numbers to send, int64 (n,).
 
     Returns:
-        Arrow arrays of n values by name. If :meth:`Images.reader` is not None and so
-        reads the images there, the only column 'number' has row numbers for it, and
-        nothing is read here. Otherwise the images are read, 'image' has bytes, and
-        'shape' says what they are: the shape of pixels uint8, an empty list for a full
-        path or URI (which need not be text), or null for an encoded image.
+        Arrow arrays of n values by name. If :meth:`Images.reader` returns an object,
+        which reads the images in the other process, the only column 'number' has row
+        numbers for it, and nothing is read here. Otherwise :meth:`Images.read_images`
+        is called, 'image' has bytes, and 'shape' says what they are: the shape of
+        pixels uint8, an empty list for a full path or URI (which need not be valid
+        UTF-8), or null for an encoded image. The file of a path is not read.
+
+    Raises:
+        ConfigError: A file that holds many images cannot be read.
     """
     if images.reader() is not None:
         return {"number": pa.array(images.numbers(rows))}
@@ -773,9 +793,9 @@ def from_columns(block: pa.Table, reader: Images | None) -> list[Image]:
             None if the images themselves were sent, in 'image' and 'shape'.
 
     Returns:
-        The images in the order of the table: encoded bytes, full paths, or pixels uint8
-        (H, W, 3). Arrays of pixels cannot be written to. With a ``reader`` the images
-        are read now.
+        The images in the order of the table: encoded bytes, full paths or URIs, or
+        pixels uint8 (H, W, 3). Without a ``reader`` arrays of pixels cannot be written
+        to. With a ``reader`` its ``read_images`` is called now.
 
     Raises:
         ConfigError: The ``reader`` cannot read a file that holds many images.

@@ -66,8 +66,9 @@ def read_label_file(path: str) -> GivenLabels:
     """Read the labels of a table or of a file of an annotation tool.
 
     - A table (.csv, .tsv, .jsonl) with the columns ``id`` and ``label``, or columns of
-      other usual names (:data:`IMAGE_KEYS`, :data:`LABEL_KEYS`), as in the CSV file of
-      Label Studio.
+      other usual names, as in the CSV file of Label Studio. The column of images is the
+      first of image_id, id, path, image, file_name and filename that there is, and that
+      of labels the first of label, class and choice.
     - Label Studio's JSON or JSON-MIN: the submitted annotations.
     - ``samples.json`` of a ``FiftyOneDataset``: labels that differ from the prediction,
       and those with the tag ``confirmed`` on the label or its sample.
@@ -141,9 +142,10 @@ def with_label_file(rows: Rows, path: str) -> Rows:
 
     Raises:
         ConfigError: :func:`read_label_file` refuses the file; no image that it names
-            is found by :func:`match_images`; all labels are numbers, and one is a
-            fraction; or a class has a name longer than ``MAX_LABEL_LENGTH`` or differs
-            only in its spelling from another class of the labels or ``eval_labels``.
+            is found by :func:`match_images`; all labels of the images that are found
+            are numbers, and one is a fraction; or a class has a name longer than
+            ``MAX_LABEL_LENGTH`` or differs only in its spelling from another class of
+            the labels or ``eval_labels``.
     """
     given = read_label_file(path)
     numbers = np.arange(len(rows))
@@ -192,8 +194,9 @@ def match_images(
     their ends, by whole names of folders and files. It means a row if the id or path of
     the row ends with the name, or if the name ends with the id or path of the row. The
     image is not found if this holds for no row, for several rows, or for a row that
-    another image of the file means already. The file name in an id or path may also be
-    written as Label Studio writes it, see :func:`_name_of_upload`.
+    another image of the file means already. In this comparison slashes at the beginning
+    of a name are ignored, and the file name in an id or path may also be written as
+    Label Studio writes it, see :func:`_name_of_upload`.
 
     Args:
         images: The names of images in the file, which are ids or paths.
@@ -241,13 +244,15 @@ def _answers_of_table(path: str) -> Answers:
 
     Yields:
         Pairs of the id or path of an image, and its label. Addresses of images are
-        converted by :func:`_name_of_address`, and spaces at the ends of a label's cell
-        are removed. An image with several labels in its cell, as Label Studio writes
-        them, gives one pair for each.
+        converted by :func:`_name_of_address`. A label that is a number or boolean
+        becomes its text, and white space at the ends of a label's cell is removed. An
+        image with several labels in its cell, as Label Studio writes them, gives one
+        pair for each.
 
     Raises:
-        ConfigError: The table cannot be read, or has no column of images or no column
-            of labels.
+        ConfigError: The table cannot be read, has no column of images or no column of
+            labels, or a label is a JSON object without the key ``choices``.
+        TypeError: The ``choices`` of a label in JSON are neither text nor a list.
     """
     columns = read_text_table(path).columns
     image = next((name for name in IMAGE_KEYS if name in columns), None)
@@ -308,9 +313,10 @@ def _answers_of_tool(path: str, suffix: str) -> Answers:
 def _answers_of_label_studio(tasks: Sequence[Mapping[str, Any]]) -> Answers:
     """Yield images and their labels from Label Studio's JSON or JSON-MIN.
 
-    Skipped tasks and predictions are left out. JSON-MIN, in which a task has no key
-    ``data``, has data and choices side by side, so its choices must have one of the
-    names :data:`LABEL_KEYS`; a task without them is left out.
+    Annotations that were cancelled (skipped tasks), predictions, and results that are
+    no choices are left out. JSON-MIN, in which a task has no key ``data``, has data and
+    choices side by side, so its choices must have one of the names label, class and
+    choice (:data:`LABEL_KEYS`); a task without them gives no pair.
 
     Args:
         tasks: The content of the file, one object for each image.
@@ -346,8 +352,9 @@ def _answers_of_choices(image: str, choices: Mapping[str, Any]) -> Answers:
     Args:
         image: The id or path of the image.
         choices: Name of a group of choices -> what was chosen, see :func:`_classes_of`.
-            The group with the first of the names :data:`LABEL_KEYS` is used, or else
-            the only group. Other groups are ignored.
+            The group with the first of the names label, class and choice
+            (:data:`LABEL_KEYS`) is used, or else the only group. Other groups are
+            ignored.
 
     Yields:
         Pairs of ``image`` and a class; nothing if there is no group.
@@ -377,8 +384,11 @@ def _classes_of(chosen: Any) -> list[str]:
             in a table. A text that begins so but is no JSON of a list is the name of
             one class. Classes in a list that are not text become text.
 
+    Returns:
+        The names of the classes, in their order.
+
     Raises:
-        KeyError or TypeError: It is something else, such as a number.
+        KeyError or TypeError: ``chosen`` is something else, such as a number.
     """
     if isinstance(chosen, str) and chosen.startswith('{"choices":'):
         with suppress(ValueError):  # a class of this name
@@ -414,8 +424,8 @@ def _name_of_upload(name: str) -> str:
     """Return the name that Label Studio gives to a file when a person uploads it.
 
     White space at the ends is removed, and spaces inside become underscores. Then all
-    characters but letters, digits, underscores, hyphens and dots are removed. The
-    random prefix that Label Studio puts before this name is not added.
+    characters but letters and digits of any script, underscores, hyphens and dots are
+    removed. The random prefix that Label Studio puts before this name is not added.
 
     Args:
         name: The name of the file, without folders.
@@ -426,12 +436,12 @@ def _name_of_upload(name: str) -> str:
 def _name_of_address(address: str) -> str:
     """Return the path of an image in the address by which Label Studio shows it.
 
-    Of an uploaded file, whose address is ``/data/upload/.../PREFIX-NAME``, this is
-    ``NAME``. Of a file that Label Studio serves from a disk, at an address with
-    ``/data/local-files/?d=PATH``, it is ``PATH`` with a leading slash. Of another URL
-    it is the path, without the host and without what follows '?' or '#'. Percent signs
-    are decoded in all three. Other texts, such as ids and paths, are returned as they
-    are.
+    Of an uploaded file, whose address is ``/data/upload/.../PREFIX-NAME`` with or
+    without a host and with a prefix of 8 hex digits, this is ``NAME``. Of a file that
+    Label Studio serves from a disk, at an address with ``/data/local-files/?d=PATH``,
+    it is ``PATH`` with one leading slash. Of another URL or URI it is the path, without
+    the host and without what follows '?' or '#'. Percent-encoded characters are decoded
+    in all three. Other texts, such as ids and paths, are returned as they are.
     """
     if (upload := UPLOAD.fullmatch(address)) is not None:
         return unquote(upload[1])
@@ -455,7 +465,8 @@ def _answers_of_fiftyone(samples: Sequence[Mapping[str, Any]]) -> Answers:
 
     Yields:
         Pairs of an image and its label. The image is named by the ``image_id`` of its
-        label, which our export writes, or else by the ``filepath`` of the sample.
+        label, the id of its row, which our export writes, or else by the ``filepath``
+        of the sample.
 
     Raises:
         ValueError: A sample has several fields of FiftyOne's type ``Classification``,

@@ -87,8 +87,9 @@ def encode_column(
     """Return the class of every row of an Arrow column of labels.
 
     Text, booleans and whole numbers are classes, by the rule of :func:`encode_labels`:
-    0 and 0.0 are both ``0``, and null, NaN, blank text or a negative whole number is no
-    label. A column of Arrow's type null has no label in any row.
+    0 and 0.0 are both ``0``; text is read as numbers if every label is the text of one;
+    and null, NaN, blank text or a negative whole number is no label. A column of
+    Arrow's type null has no label in any row.
 
     Args:
         source: The source, as error messages name it.
@@ -103,8 +104,9 @@ def encode_column(
 
     Raises:
         ConfigError: The type of the column (of its values, if it is a dictionary) is
-            none of text (``string`` or ``large_string``), number, boolean and null; or
-            :func:`encode_labels` would refuse one of its labels, such as a fraction.
+            none of text (``string`` or ``large_string``), whole, floating-point or
+            decimal number, boolean and null; or :func:`encode_labels` would refuse one
+            of its labels, such as a fraction.
     """
     kind = column.type
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
@@ -188,7 +190,7 @@ def _class_name(value: Any, declared: Sequence[str], reads_text: bool) -> str | 
         Text as valid Unicode; if it is read as a number, its digits without a sign and
         without zeros after a point. "True" or "False" for a boolean. For a whole
         number its name in ``declared``, or its digits if none are declared. None if the
-        value is missing or a negative whole number.
+        value is missing or a negative whole number, also as text that is read as one.
 
     Raises:
         ValueError: The value is a fraction (also as text that is read as a number),
@@ -229,7 +231,7 @@ def _class_name(value: Any, declared: Sequence[str], reads_text: bool) -> str | 
 
 
 def is_missing(value: Any) -> bool:
-    """Return whether a value in a column of labels means that there is no label.
+    """Return whether a value in a column means that the row has no label, or no id.
 
     This holds for None, NaN, NaT, ``pandas.NA``, a masked value of NumPy, and empty or
     blank text. It does not hold for 0 and False.
@@ -251,8 +253,9 @@ def _is_number(value: Any) -> bool:
 def require_distinct(source: str, *labels: pa.DictionaryArray | None) -> None:
     """Refuse classes that are almost certainly one class with two spellings.
 
-    Two names are spellings of one class if they differ only by spaces around them, or
-    as ``1`` and ``1.0`` do. Names that differ in capitals are different classes.
+    Two names are spellings of one class if they differ only by white space around them,
+    or by a point and zeros at the end of a name of digits, as ``1`` and ``1.0`` do.
+    Names that differ in capitals are different classes.
 
     Args:
         source: The source, as error messages name it.

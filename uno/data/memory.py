@@ -66,7 +66,7 @@ class RowBlocks:
         return self._blocks[0].ndim
 
     def select_rows(self, rows: Tensor | slice) -> RowBlocks:
-        """Return some of the rows as another object, without a copy of their values.
+        """Return a :class:`RowBlocks` of some of the rows, which shares their values.
 
         Args:
             rows: Row numbers int64 (n,), a mask bool (N,), or a slice. A tensor may be
@@ -78,9 +78,10 @@ class RowBlocks:
         """Copy some rows into a tensor.
 
         Args:
-            rows: The rows, as for :meth:`select_rows`; or, if there is a single block,
-                a tuple that begins with them and indexes further dimensions. Tensors
-                may be on any device.
+            rows: Row numbers int64 (n,), a mask bool (N,), or a slice; or, if there is
+                a single block, a tuple of such rows and indices of further dimensions.
+                In a tuple an index tensor (n,) is paired with the rows, as PyTorch
+                does it. Tensors may be on any device.
 
         Returns:
             A tensor (n, ...) in host memory.
@@ -144,7 +145,9 @@ class DecodedImages(ImageSubset):
     def of(
         cls, images: Images, values: RowBlocks, reasons: Sequence[str | None]
     ) -> DecodedImages:
-        """Add decoded pixels or features to all N rows of ``images``.
+        """Return N images together with their decoded pixels or features.
+
+        ``images`` itself is not changed. Nothing is copied or checked.
 
         Args:
             images: The images.
@@ -219,7 +222,7 @@ class TrainSet:
         return len(self.unlabeled_images)
 
     def to(self, device: torch.device | str) -> TrainSet:
-        """Return the same set with its labels and images or features on ``device``.
+        """Return a copy of the set with labels and images or features on ``device``.
 
         A :class:`RowBlocks` becomes a tensor, except on the CPU, where it stays.
         """
@@ -255,10 +258,10 @@ class TrainSet:
             num: The number of labeled rows, and of unlabeled rows, to choose.
 
         Returns:
-            Two arrays int64, ascending: positions among the labeled rows, and positions
-            among the unlabeled rows. They are all rows of a kind that has no more than
-            ``num``. To the labeled ones a row is added of each class that would have
-            none.
+            A list of two arrays int64, ascending: positions among the labeled rows, and
+            positions among the unlabeled rows. They are all rows of a kind that has no
+            more than ``num``. To the labeled ones the first row is added of each known
+            class that would have none, so they can be more than ``num``.
         """
         even = evenly_spaced(num, len(self.labels))
         labeled = with_every_class(even, self.labels.cpu().numpy())
@@ -276,9 +279,12 @@ class TrainSet:
                 has at most max(32, ceil(n / 64)) rows, too.
 
         Returns:
-            For each batch the positions of its rows in the sample, int64 (b,); and the
-            function that reads batches, see :data:`Read`. In the sample the chosen
-            labeled rows come first, then the chosen unlabeled rows. No batch has both.
+            Two values. The first has for each batch the positions of its rows in the
+            sample, int64 (b,). In the sample the chosen labeled rows come first, then
+            the chosen unlabeled rows. No batch has both. The second is a function. It
+            takes such positions of some batches, and yields for each of them the images
+            or features of its rows (features with all 1 + V views) and bool (b,), which
+            rows could be read (here all).
         """
         images = self.labeled_images, self.unlabeled_images
         return plan_reading([*zip(images, chosen, strict=True)], batch_size)
@@ -350,7 +356,8 @@ class EvalSet(EvalRows):
 
         Yields:
             Images uint8 (b, 3, S, S) or features float32 (b, D), and true classes int64
-            (b,). A worker without rows gets no batch.
+            (b,), indices among known + novel classes. All are on the CPU. A worker
+            without rows gets no batch.
         """
         own = torch.arange(len(self.truth))[rank::world_size]
         for rows in own.split(batch_size):
@@ -382,8 +389,10 @@ class EvalSet(EvalRows):
                 has at most max(32, ceil(n / 64)) rows, too.
 
         Returns:
-            For each batch the positions of its rows in the sample, int64 (b,); and the
-            function that reads batches, see :data:`Read`.
+            Two values. The first has for each batch the positions of its rows in the
+            sample, int64 (b,). The second is a function. It takes such positions of
+            some batches, and yields for each of them the images or features of its rows
+            on the CPU and bool (b,), which rows could be read (here all).
         """
         index = self.index.numpy()
         parts = [(self.images, index[rows]) for rows in chosen]
@@ -406,9 +415,11 @@ def plan_reading(
         batch_size: The largest number of rows of a batch.
 
     Returns:
-        For each batch the positions of its rows in the sample, int64 (b,), consecutive
-        and all in one part; and the function that reads batches, see :data:`Read`.
-        Nothing is read before that function is called.
+        Two values. The first has for each batch the positions of its rows in the
+        sample, int64 (b,), consecutive and all in one part. The second is a function.
+        It takes such positions of some batches, and yields for each of them the images
+        or features of its rows and bool (b,), which rows could be read (here all).
+        Nothing is read before the function is called.
     """
     ends = np.cumsum([len(rows) for _, rows in parts])
     size = min(batch_size, max(MIN_BATCH_ROWS, -(-int(ends[-1]) // MAX_BATCHES)))
@@ -447,7 +458,8 @@ def keep_pixels(
     """Keep the decoded images or the features of all rows in memory.
 
     Code that finds these values, by the method ``prepared`` of the images, neither
-    decodes nor encodes them again. ``task`` itself is not changed.
+    decodes the images again nor passes them through the frozen encoder again. ``task``
+    itself is not changed.
 
     Args:
         task: All N rows of the run.
@@ -482,7 +494,9 @@ def assemble(task: Task, images: Tensor, ok: np.ndarray) -> TrainSet:
 
     Returns:
         The training rows of the task that are readable, labeled and unlabeled ones each
-        in ascending order. Test rows are not in it. ``images`` are not copied.
+        in ascending order, with the index of the known class of each labeled row, and
+        the numbers of known and novel classes. Test rows are not in it. ``images`` are
+        not copied.
     """
     return train_set(RowBlocks([images]), **train_rows(task, ok))
 
@@ -509,8 +523,8 @@ def train_set(
         num_novel: C_u, the number of novel classes.
 
     Returns:
-        The set. It has views of ``images`` as :class:`RowBlocks`, without a copy, and
-        ``labels`` as they are.
+        The set. Its images are :class:`RowBlocks` that share the values of ``images``,
+        and its labels are ``labels`` themselves.
     """
     known, rest = (
         images.select_rows(torch.tensor(rows)) for rows in (labeled, unlabeled)
@@ -528,8 +542,10 @@ def eval_sets(task: Task, images: Tensor, ok: np.ndarray) -> dict[str, EvalSet]:
         ok: Whether each row is readable, bool (N,). Other rows are left out.
 
     Returns:
-        The sets of the splits "train" and "test". Each has the rows of the split that
-        have a true class, labeled or not, in ascending order. A set can be empty.
+        The sets of the splits "train" and "test", by these names. Each has the readable
+        rows of the split that have a true class, labeled or not, in ascending order:
+        true classes, row numbers, whether training does not see the label, and the
+        images or features. A set can be empty.
     """
     values = RowBlocks([images if images.ndim == 4 else images[:, 0]])
     return {
@@ -545,7 +561,7 @@ class MemoryBatches:
     the batch of a step is always the same, in whatever order steps are asked for. The
     views of a row are the same for any number of workers. They are augmented images,
     cached views of features, or features with noise if there are fewer cached views
-    than the method needs.
+    (the evaluation view is one of them) than ``augment.large.num_views``.
 
     Args:
         config: The configuration of the run.
@@ -573,11 +589,16 @@ class MemoryBatches:
     def __call__(self, step: int) -> Batch:
         """Return views of this worker's rows in one step, on the device of the set.
 
-        A pretext task trains on all rows alike: its batch has no labels, and does not
-        say which unlabeled rows it has (``rows`` is None).
-
         Args:
             step: Number of the step in the phase, from 0.
+
+        Returns:
+            A batch of this worker's b_l labeled rows, followed by its b_u unlabeled
+            rows: ``views``, V tensors of pixels or features of all these rows, large
+            views first; ``labels``, the known class of each labeled row, int64 (b_l,);
+            ``num_large``, the number of large views; and ``rows``, the numbers of the
+            unlabeled rows among the unlabeled training rows, int64 (b_u,). A pretext
+            task trains on all rows alike: ``labels`` is then empty, and ``rows`` None.
         """
         labels, positions = self._train.labels, self._order.positions
         labeled, unlabeled = self._order.rows(step)
@@ -644,10 +665,10 @@ class MemoryBatches:
     ) -> list[Tensor]:
         """Draw some of the cached views of each row, without repetition.
 
-        Each row has 1 + V cached views: the evaluation view and V random ones, with V
-        from ``augment.num_cached_views``. The evaluation view can be drawn like the
-        others, because accuracy is lower if the heads never train on the view that they
-        are evaluated on.
+        Each row has 1 + V cached views: the evaluation view and V others. These are
+        ``augment.num_cached_views`` random views, or the further views that a source of
+        vectors has. The evaluation view can be drawn like the others, because accuracy
+        is lower if the heads never train on the view that they are evaluated on.
 
         Args:
             labeled: Numbers among the labeled rows, int64 (b_l,).
@@ -684,10 +705,10 @@ class MemoryBatches:
     ) -> list[Tensor]:
         """Make views of features by adding noise to the evaluation view of each row.
 
-        This is done where there are fewer cached views than the method needs. The noise
-        is normal and drawn anew for each view. Its standard deviation in each of the D
-        features is ``augment.vector_noise`` times that of this feature over the
-        training rows, see :func:`spread_of_features`.
+        This is done where there are fewer cached views than a step takes. The noise is
+        normal and drawn anew for each view. Its standard deviation in each of the D
+        features is ``augment.vector_noise`` times that of this feature over a sample of
+        the training rows, see :func:`spread_of_features`.
 
         Args:
             labeled: Numbers among the labeled rows, int64 (b_l,).
@@ -716,9 +737,10 @@ class MemoryBatches:
 def spread_of_features(train: TrainSet) -> Tensor:
     """Return the standard deviation of each feature over a sample of the rows.
 
-    The sample has at most :data:`SPREAD_ROWS` labeled and as many unlabeled rows, each
-    evenly spaced. The sum of squares is divided by the number of rows, not by one less.
-    The noise that is added to embeddings as an augmentation is a multiple of the
+    The sample has at most 65,536 (:data:`SPREAD_ROWS`) labeled rows and at most as many
+    unlabeled rows, evenly spaced in their kind. The deviation is computed over both
+    kinds together. The sum of squares is divided by the number of rows, not by one
+    less. The noise that is added to embeddings as an augmentation is a multiple of the
     result.
 
     Args:

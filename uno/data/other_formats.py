@@ -83,15 +83,17 @@ def fix_for(path: str) -> str:
 
 
 def meaning_of(suffix: str) -> str:
-    """Return what files with an ending hold, for a note on files that are ignored.
+    """Return what files with an ending hold and what to do with them, for a note.
+
+    The note is on files that are ignored.
 
     Args:
         suffix: The whole ending with its dot, in lower case.
 
     Returns:
         Text in parentheses that begins with a space, such as `` (video; take still
-        images)``; '' if the ending is not in :data:`FIXES`, or is one of
-        :data:`USUAL_BESIDE_IMAGES`, such as ``.json``.
+        images)``; '' if the ending is not in :data:`FIXES`, or is one that often lies
+        beside images (:data:`USUAL_BESIDE_IMAGES`), such as ``.json``.
     """
     fix = "" if suffix in USUAL_BESIDE_IMAGES else FIXES.get(suffix, "")
     return f" ({fix})" if fix else ""
@@ -106,7 +108,8 @@ def hint_of_files(names: Iterable[str]) -> str:
 
     Returns:
         ``; NAME is there: ADVICE`` for the first name, in the given order, whose ending
-        is in :data:`FIXES`, with the text of :func:`fix_for`; '' if there is none.
+        is in :data:`FIXES`. ADVICE is the text of :func:`fix_for`: what the file holds
+        and what to do with it. The result is '' if there is no such name.
     """
     for name in names:
         if fix := fix_for(name):
@@ -118,8 +121,8 @@ def refuse_annotations(root: str) -> None:
     """Raise an error if a folder has the layout of COCO, YOLO or Pascal VOC.
 
     Their annotations are boxes around objects, not one class for an image. Only names
-    of files and folders are looked at, in the folder itself and in those of its
-    subfolders that are named like a split (a key of :data:`~uno.data.rows.SPLITS`).
+    of files and folders are looked at, in the folder itself and in its subfolders
+    train, test, val, valid and validation.
 
     Args:
         root: Path or URI of the folder.

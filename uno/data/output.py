@@ -37,14 +37,14 @@ def holds_output(
         storage: The directory, or one above it.
         mark: Path below ``storage`` of the file that every such output has.
         what: What the output is called in messages, such as "run".
-        also: Names of files that a command may write before the mark. By default there
-            are none.
+        also: Names of files and folders that a command may write before the mark. By
+            default there are none.
 
     Returns:
         True if the mark is there, whatever else the directory holds. False if the
-        directory is missing, is empty, or holds no more than files in ``also``, a lock,
-        and temporary files of these and of the mark: a command was killed before it
-        wrote the mark.
+        directory is missing, is empty, or holds no more than what ``also`` names, a
+        lock, and temporary files of these and of the mark: a command was killed before
+        it wrote the mark.
 
     Raises:
         ConfigError: The mark is missing, and the directory holds anything else.
@@ -131,8 +131,9 @@ def other_settings_error(
 def list_temporary_files(storage: Storage, below: str = "") -> list[str]:
     """Return the temporary files that killed processes left below a directory.
 
-    They are found by names such as ``.model.pt.0a1b2c3d``, in all folders below the
-    directory. So a file that another process is writing at the moment is among them.
+    They are found by names such as ``.model.pt.0a1b2c3d`` (a dot, the final name, a dot
+    and 8 hex digits), in the directory and all folders below it. So a file that another
+    process is writing at the moment is among them.
     Temporary files of the lock are not, because the process that holds the lock may be
     writing it.
 
@@ -195,7 +196,7 @@ def final_name(name: str) -> str:
 
     Returns:
         The final name, such as ``model.pt``; '' if the name is not that of a temporary
-        file.
+        file, which is a dot, the final name, a dot and 8 hex digits.
     """
     return name[1:].rpartition(".")[0] if TEMPORARY.fullmatch(name) else ""
 
@@ -221,7 +222,8 @@ def read_mapping(storage: Storage, name: str) -> dict[str, Any] | None:
         The dict, or None if there is no such file or it holds no JSON object.
 
     Raises:
-        StorageError: The file cannot be read, or it has more than ``MAX_STATE_BYTES``.
+        StorageError: The file cannot be read, or it has more than 64 MiB
+            (``MAX_STATE_BYTES``).
     """
     data = storage.find(name, MAX_STATE_BYTES)
     return None if data is None else parse_mapping(data)

@@ -139,8 +139,8 @@ def _format_shard(
         shard: The n rows that the shard is to hold.
         ids: Their n ids.
         encoded: The bytes of each of the n images; or as text the reason why it is
-            unreadable. Such rows are left out, and so is a row group without other
-            rows.
+            unreadable. Such rows are left out of their row group, and a row group
+            without other rows is left out.
         schema: The columns of the file, by :func:`_make_schema`.
     """
     sink = io.BytesIO()
@@ -179,11 +179,12 @@ def _make_schema(rows: Rows, bad: list[BadRow]) -> pa.Schema:
     """Return the Arrow schema of a shard, with its metadata.
 
     The columns are id, image (bytes), label and split, and eval_label (text) if the
-    source has true classes for evaluation. The metadata holds the known classes that
-    the source declares, and the id and reason of each row that is left out. If the
-    source declares an order of classes, labels are int64 and the metadata holds the
-    names of the classes in the format of Hugging Face's datasets. Otherwise labels are
-    text.
+    source has true classes for evaluation. All but the image and the label are text.
+    The metadata holds, as JSON under the key ``uno``, the known classes that the source
+    declares, and the id and reason of each row that is left out. If the source declares
+    an order of classes, labels are int64, positions in ``rows.class_names``, and the
+    metadata holds these names in the format of Hugging Face's datasets. Otherwise
+    labels are text.
 
     Args:
         rows: All rows of the source.
@@ -257,16 +258,17 @@ def pack(
 ) -> Packed:
     """Write a data set as Parquet shards, or complete a pack that was interrupted.
 
-    In a new directory ``pack.json`` is written first, with ``finished`` false. After
-    the last shard it is written with ``finished`` true. Shards that an earlier call
-    wrote are kept. Missing ones, and those whose footer is damaged, are written.
-    Temporary files in the directory are deleted. Unreadable images are left out of the
-    shards, however many they are. If there are any, they are listed in
-    ``bad_samples.jsonl``.
+    Rows are shuffled, the same way at every call. In a new directory ``pack.json``
+    is written first, with ``finished`` false. After the last shard it is written with
+    ``finished`` true. Shards that an earlier call wrote are kept. Missing ones, and
+    those whose footer is damaged, are written. Temporary files in the directory are
+    deleted. Unreadable images are left out of the shards, however many they are. If
+    there are any, they are listed in ``bad_samples.jsonl`` in the directory.
 
     Args:
         rows: The N rows to write.
-        labeled: Whether each row counts as labeled, bool (N,).
+        labeled: Whether each row counts as labeled, bool (N,). Labeled and unlabeled
+            rows are stored in different row groups.
         output: A directory that is missing or empty, or that an earlier call with the
             same rows, ``labeled`` and ``shard_bytes`` has begun or finished.
         shard_bytes: The size of a shard in bytes, measured by the stored sizes of the
@@ -344,9 +346,9 @@ def pack(
 def _hash_labels(rows: Rows, labeled: np.ndarray) -> str:
     """Return a SHA-256 of what shards hold beside ids, images, labels and splits.
 
-    It covers the order of classes and the known classes, if the source declares them,
-    the true classes for evaluation, and which rows count as labeled. Ids, images,
-    labels and splits are in ``rows.fingerprint``.
+    It has 64 hex digits. It covers the order of classes and the known classes, if the
+    source declares them, the true classes for evaluation, and which rows count as
+    labeled. Ids, images, labels and splits are in ``rows.fingerprint``.
 
     Args:
         rows: The N rows to write.
@@ -390,8 +392,9 @@ def _distribute_rows(
     Args:
         rows: All N rows of the source.
         labeled: Whether each row counts as labeled, bool (N,).
-        shard_bytes: The size in bytes at which a shard ends. An image of unknown size
-            counts as 0 bytes.
+        shard_bytes: The size in bytes of a shard, measured by the stored sizes of the
+            images in the source. A shard ends with the row group that reaches it. An
+            image of unknown size counts as 0 bytes.
 
     Returns:
         File name of each shard, such as ``train-00000-of-00004.parquet`` -> its row
@@ -427,9 +430,9 @@ def _shuffle_rows(
     """Shuffle some rows, always in the same way.
 
     If the source stores rows in groups that are read as a whole, these groups are put
-    into a random order, and rows are mixed only inside windows of about
-    :data:`WINDOW_SHARDS` shards. Without windows every shard would need data of nearly
-    every group. In other sources all given rows are mixed.
+    into a random order, and rows are mixed only inside windows of about 4
+    (:data:`WINDOW_SHARDS`) shards. Without windows every shard would need data of
+    nearly every group. In other sources all given rows are mixed.
 
     Args:
         rows: All N rows of the source.

@@ -64,9 +64,10 @@ def parquet_files(
         follow_links: Whether links may lead out of the folder.
 
     Returns:
-        The folder that holds them all; and the files in the order of their paths, which
-        are relative to it. For a single file this is the folder that the file is in.
-        The size and the modification time of remote files are looked up, too.
+        The folder that holds them all, which for a single file is the folder that the
+        file is in; and the files in the order of their paths. Each has its path
+        relative to that folder, its full path, its size in bytes and its modification
+        time, which are looked up for remote files, too.
 
     Raises:
         ConfigError: ``path`` is missing, is a folder without Parquet files, or is an
@@ -172,7 +173,8 @@ class ParquetImages(Images):
         Returns:
             n images as encoded bytes, empty for a row without bytes. In a column
             struct<bytes, path> such an image is a
-            :class:`~uno.data.images.MissingImage` with the reason.
+            :class:`~uno.data.images.MissingImage`: empty bytes with an attribute
+            ``reason``, a text that says why there is no image.
 
         Raises:
             ConfigError: A file is damaged or cannot be read.
@@ -377,9 +379,10 @@ class ParquetShard:
         self.path = path
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return what pickle makes a copy from: the absolute path, without the footer.
+        """Return what pickle makes a copy from: the class and the file's absolute path.
 
-        The copy may be in a process that runs in another directory.
+        The footer is not pickled. A URI stays as it is. The path is absolute because
+        the copy may be in a process that runs in another directory.
         """
         return ParquetShard, (filesystem.full_path(self.path),)
 
@@ -580,8 +583,8 @@ def _images_in(column: Any) -> list[Image]:
 
     Returns:
         The bytes of each row. A null or empty value gives empty bytes; in a column of
-        structs these are a :class:`~uno.data.images.MissingImage`, which has the
-        reason. Files that a path names are not read.
+        structs these are a :class:`~uno.data.images.MissingImage`, whose attribute
+        ``reason`` says why there is no image. Files that a path names are not read.
     """
     column = column.cast(plain_type(column.type))
     if column.type in BINARY:

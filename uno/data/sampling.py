@@ -378,7 +378,8 @@ class Order:
 
         Returns:
             Positions among the labeled training rows, int64 (B_l / W,), and positions
-            among the unlabeled training rows, int64 (B_u / W,), for W workers.
+            among the unlabeled training rows, int64 (B_u / W,), for W workers. In the
+            plan of a pretext task all training rows count as labeled.
         """
         epoch, i = divmod(step, self._plan.steps_per_epoch)
         labeled, unlabeled = self._epoch(epoch)

@@ -75,7 +75,8 @@ class ImageListing:
 
     Raises:
         ConfigError: ``root`` is no folder. While iterating: a folder cannot be listed,
-            or a link leads out of ``root`` and ``follow_links`` is False.
+            there are more than MAX_ROWS files, or a link leads out of ``root`` and
+            ``follow_links`` is False.
     """
 
     def __init__(self, root: str, follow_links: bool = False) -> None:
@@ -197,8 +198,9 @@ def locate_source(config: DataConfig) -> tuple[str, str]:
     Raises:
         ConfigError: The prefix is unknown, or has no path. Or there is nothing at the
             path; this is allowed for CIFAR if ``download`` is set, and for a pattern
-            after ``tar:``. Or there is no prefix, and :func:`recognize` refuses the
-            path. Or the storage of the path cannot be reached.
+            (a path with ``*`` or ``{``) after ``tar:``. Or there is no prefix, and
+            :func:`recognize` refuses the path. Or the storage of the path cannot be
+            reached.
     """
     source = config.source.strip()
     if source == "digits":
@@ -309,8 +311,9 @@ def recognize(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> str:
 def read_digits() -> Rows:
     """Return scikit-learn's 1,797 handwritten digits, with pixels uint8 (8, 8, 3).
 
-    In every class each fifth digit is a test row, the others are training rows. All are
-    labeled, with the classes "0" to "9". Every call returns the same object.
+    The three channels are equal, 0 to 255. In every class each fifth digit is a test
+    row, the others are training rows. All are labeled, with the classes "0" to "9".
+    Every call returns the same object.
     """
     from sklearn.datasets import load_digits  # a slow import, of a second
 
@@ -360,7 +363,9 @@ def read_folder(
     Raises:
         ConfigError: ``root`` is no folder, there are no images, a class folder has
             none, or ``kind`` is "folder" and the folder is refused. If the layout is
-            not clear, the message says which ``flag`` to give.
+            not clear, the message says which ``flag`` to give. Also if a folder cannot
+            be listed, there are more than MAX_ROWS files, or a link leads out of
+            ``root`` and the options do not allow it.
     """
     if options.images_only:
         return read_images(root, options.follow_links)
@@ -448,7 +453,9 @@ def read_images(root: str, follow_links: bool = False) -> Rows:
         follow_links: Whether links may lead out of the folder.
 
     Raises:
-        ConfigError: ``root`` is no folder, or there are no images below it.
+        ConfigError: ``root`` is no folder, there are no images below it, a folder
+            cannot be listed, there are more than MAX_ROWS files, or a link leads out of
+            ``root`` and ``follow_links`` is False.
     """
     listing = ImageListing(root, follow_links)
     listed = ((file, None, True) for file in listing)
@@ -474,8 +481,9 @@ def read_two_folders(labeled: str, unlabeled: str, follow_links: bool = False) -
         in splits other than train are test rows. All other rows are training rows.
 
     Raises:
-        ConfigError: A folder is missing or holds no image, one folder is inside the
-            other, :func:`read_folder` refuses the first folder, or an image that it
+        ConfigError: A folder is missing or holds no image, both are the same folder or
+            one is inside the other, a link leads out of a folder and ``follow_links``
+            is False, :func:`read_folder` refuses the first folder, or an image that it
             reads is in no class folder (in a folder with splits it leaves images
             outside of them out with a warning).
     """
@@ -640,7 +648,9 @@ def _read_below_prefixes(
         there are labeled ones, too.
 
     Raises:
-        ConfigError: There are no images, or a folder directly below a prefix has none.
+        ConfigError: There are no images, a folder directly below a prefix has none, a
+            folder cannot be listed, or a link leads out of ``root`` and
+            ``follow_links`` is False.
     """
     filled, others, warnings = set[str](), dict[str, None](), list[str]()
     listing = ImageListing(root, follow_links)
@@ -707,7 +717,8 @@ def _make_rows(
         warnings: More warnings. ``listed`` may add to them while it is read.
 
     Raises:
-        ConfigError: There are no images.
+        ConfigError: There are no images, or iterating over ``listed`` raises it: a
+            folder cannot be listed, or a link leads out of the source.
     """
     parts = list[tuple[pa.Array, Files, pa.DictionaryArray, np.ndarray]]()
     for some in chunks(listed):

@@ -155,8 +155,10 @@ def make_task(rows: Rows, config: DataConfig) -> Task:
         config: The section ``data`` of the configuration.
 
     Returns:
-        The task of the rows that are kept. Classes are in the order of
-        :func:`order_classes`.
+        The task of the rows that are kept: the names of the known and novel classes in
+        the order of :func:`order_classes`, C_u, the known class of each labeled
+        training row, which training may see, the true class of each row for evaluation,
+        and which rows are training rows.
 
     Raises:
         ConfigError: No row has a label; no training row has one, and no known classes

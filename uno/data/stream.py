@@ -119,11 +119,12 @@ class StreamedImages:
 
         Returns:
             Two values. The first has for each batch the positions of its rows in the
-            sample, int64 (b,). The second is the function that reads batches, see
-            :data:`~uno.data.memory.Read`; nothing is read before it is called. All rows
-            of a batch are of one kind, except if images are stored in groups: the
-            batches then have all rows in the order of their row numbers, so that rows
-            of one group are read one after the other.
+            sample, int64 (b,). The second is a function. It takes such positions of
+            some batches, and yields for each of them the decoded images of its rows,
+            uint8 (b, 3, S, S), and bool (b,), which rows could be read. Nothing is read
+            before it is called. All rows of a batch are of one kind, except if images
+            are stored in groups: the batches then have all rows in the order of their
+            row numbers, so that rows of one group are read one after the other.
         """
         numbers = np.concatenate(kinds)
         positions = np.arange(len(numbers))
@@ -224,12 +225,13 @@ class StreamSet:
 
         Args:
             num: The largest number of rows of each kind; a larger number than
-                :data:`MAX_SAMPLE_ROWS` (20,000) counts as this one. There may be a few
-                more labeled rows, so that rare classes are in the sample.
+                :data:`MAX_SAMPLE_ROWS` (20,000) counts as this one. There may be more
+                labeled rows: one row is added of each known class that would have none.
+                There may be fewer rows if images are stored together.
 
         Returns:
-            Two arrays int64, ascending: positions among the labeled rows, and positions
-            among the unlabeled rows.
+            A list of two arrays int64, ascending: positions among the labeled rows, and
+            positions among the unlabeled rows.
         """
         kinds, labels = [self.labeled, self.unlabeled], self.labels.numpy()
         return spread(self.source.images, kinds, min(num, MAX_SAMPLE_ROWS), labels)
@@ -246,10 +248,12 @@ class StreamSet:
                 if their pixels would take more than :data:`EVAL_BYTES` (64 MiB).
 
         Returns:
-            For each batch the positions of its rows in the sample, in which the labeled
-            rows come first, int64 (b,); and the function that reads batches, see
-            :data:`~uno.data.memory.Read`. If images are stored in groups, a batch can
-            have labeled and unlabeled rows.
+            Two values. The first has for each batch the positions of its rows in the
+            sample, in which the labeled rows come first, int64 (b,). If images are
+            stored in groups, a batch can have labeled and unlabeled rows. The second is
+            a function. It takes such positions of some batches, and yields for each of
+            them the decoded images of its rows, uint8 (b, 3, S, S), and bool (b,),
+            which rows could be read.
         """
         kinds = [self.labeled[chosen[0]], self.unlabeled[chosen[1]]]
         return self.source.plan_reading(kinds, batch_size)
@@ -354,7 +358,11 @@ class StreamBatches:
             step: Number of the step in the phase, from 0 and less than ``last``.
 
         Returns:
-            The batch on the device of the training set. Its ``rows`` are None.
+            The batch on the device of the training set: ``views``, one tensor float32
+            (b_l + b_u, 3, S_v, S_v) for each view, large views first, normalized, with
+            the b_l labeled rows of this worker before its b_u unlabeled rows;
+            ``labels``, the known class of each labeled row, int64 (b_l,); and
+            ``num_large``, the number of large views. Its ``rows`` are None.
 
         Raises:
             ConfigError: All labeled or all unlabeled images of this worker's part are
@@ -684,7 +692,8 @@ def _with_images(job: CropJob) -> Iterator[tuple[np.ndarray, np.ndarray, Images]
 
     Yields:
         For n rows the global steps int64 (n,), the positions in the global batches
-        int64 (n,), and the n images. n is at most :data:`THREAD_ROWS`.
+        int64 (n,), and the n images. n is at most ``job.chunk_rows``, and at most 512
+        (:data:`THREAD_ROWS`).
     """
     size = min(job.chunk_rows, THREAD_ROWS)
     for steps, positions, rows in chain.from_iterable(
@@ -762,7 +771,7 @@ class StreamedEvalSet(EvalRows):
 
         Args:
             num: The largest number of rows. At most :data:`MAX_SAMPLE_ROWS` (20,000)
-                are chosen.
+                are chosen, and there may be fewer if images are stored together.
 
         Returns:
             A list of one array int64, because there is one kind of rows: the positions
@@ -783,8 +792,10 @@ class StreamedEvalSet(EvalRows):
                 if their pixels would take more than :data:`EVAL_BYTES` (64 MiB).
 
         Returns:
-            For each batch the positions of its rows in the sample, int64 (b,); and the
-            function that reads batches, see :data:`~uno.data.memory.Read`.
+            Two values. The first has for each batch the positions of its rows in the
+            sample, int64 (b,). The second is a function. It takes such positions of
+            some batches, and yields for each of them the decoded images of its rows,
+            uint8 (b, 3, S, S), and bool (b,), which rows could be read.
         """
         index = self.index.numpy()
         return self.source.plan_reading([index[rows] for rows in chosen], batch_size)
@@ -814,7 +825,8 @@ def streaming_eval_sets(
         source: The images of these rows.
 
     Returns:
-        The rows of "train" and "test" that have a true class. A set can be empty.
+        The sets of the splits "train" and "test", by these names. Each has the rows of
+        the split that have a true class, labeled or not. A set can be empty.
     """
     return {
         split: StreamedEvalSet(truth, index, unlabeled, source)

@@ -78,9 +78,11 @@ def read_parquet(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
         ConfigError: There is no such file, or there are no rows; the files are damaged,
             are the shards of an unfinished ``uno data pack``, or are in folders of hive
             partitioning for a column that would be read; the files differ in the name
-            of their image column, in the class names of their metadata, or in the type
-            of a column; or a column or its values cannot be used. A file may lack a
-            column of labels or ids that another one has.
+            of their image column, in whether it holds bytes or paths, in the class
+            names of their metadata (a file without a column of labels counts as one
+            without class names), or in the type of a column; or a column or its values
+            cannot be used. A file may lack a column of labels or ids that another one
+            has.
     """
     source, (root, files) = f"parquet:{path}", parquet_files(path, options.follow_links)
     refuse_partitions(source, files, options)
@@ -235,13 +237,22 @@ def _read_file(file: filesystem.FileEntry, options: ReadOptions) -> _FileContent
 
     Args:
         file: The file.
-        options: How the source is read.
+        options: How the source is read. With ``images_only`` labels, true classes and
+            the column of splits are not read.
+
+    Returns:
+        The file; a table with the columns id, label, split and eval_label, as far as
+        the file has them (split in any case), and image if the images are paths; the
+        name of the column that holds the bytes of the images, '' if they are paths; and
+        the class names and the known classes of the metadata, each empty if it has
+        none. A column struct<bytes, path> without any bytes counts as paths.
 
     Raises:
-        ConfigError: The file is damaged or has more than ``MAX_ROWS`` rows; a column is
-            missing, of a wrong type, or has the name of another one; the name of a
-            column is almost a standard one, see :func:`check_names`; or the class names
-            of the metadata are not a list of different names.
+        ConfigError: The file is damaged or has more than ``MAX_ROWS`` rows; the column
+            of images or one that the user names is missing; a column is of a wrong
+            type; two columns have the same name; the name of a column is almost a
+            standard one, see :func:`check_names`; or the class names of the metadata
+            are not a list of different names.
     """
     path, own, shard = file.path, options.columns, ParquetShard(file.path)
     schema, num = shard.schema, shard.metadata.num_rows
@@ -294,10 +305,10 @@ def read_named_columns(
 
     Args:
         shard: The file.
-        relative: Its path below the source, which names the split of its rows if the
-            file has no column for it.
-        names: Standard name of a column, such as "label" -> its name in the file. A
-            column that the file lacks is left out.
+        relative: Its path below the source, which names the split of its rows if no
+            column of splits is read, see :func:`~uno.data.rows.split_of`.
+        names: Standard name of a column to read, such as "label" -> its name in the
+            file. A column that the file lacks is left out.
 
     Returns:
         The columns that were found, by standard name, and in any case "split". Ids,
@@ -321,6 +332,9 @@ def read_named_columns(
 
 def _image_column(path: str, own: Mapping[str, str], columns: Sequence[str]) -> str:
     """Return the name of the column of images.
+
+    It is the one that the user names, else the first of image, img and path that the
+    file has.
 
     Args:
         path: The file, as error messages name it.
@@ -396,8 +410,9 @@ def read_table(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
     Raises:
         ConfigError: The file is no such table, lacks a column or has no rows, a value
             cannot be used, two ids are equal, a row has no path (without
-            ``images_only``), or none of its images is there (which is not checked in
-            remote storage).
+            ``images_only``), a column has almost the name label, split or eval_label
+            (see :func:`check_names`), or none of its images is there (which is not
+            checked in remote storage).
     """
     root, _ = filesystem.split(path)
     table = read_text_table(path)
@@ -425,8 +440,9 @@ def rows_of_table(
 
     Raises:
         ConfigError: The table lacks a column or has no rows, a label, split or path
-            cannot be used, two ids are equal, or none of its images is there (which is
-            not checked in remote storage).
+            cannot be used, two ids are equal, a column has almost the name label, split
+            or eval_label (see :func:`check_names`), or none of its images is there
+            (which is not checked in remote storage).
     """
     columns, names = table.columns, options.columns
     check_names(path, columns, options)

@@ -181,9 +181,10 @@ def read_tar(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
         the members that are there are read, and count members that are ignored.
 
     Raises:
-        ConfigError: There is no such file or no image, a file is compressed or no tar
-            file, two images of a shard have one key, a label is another value than
-            those above, or it is not clear which image a label belongs to.
+        ConfigError: There is no such file or no image, a file is compressed, damaged or
+            no tar file, two images of a shard have one key, two label members have the
+            same key and suffix, a label cannot be read or is another value than those
+            above, or it is not clear which image a label belongs to.
     """
     source, shards = f"tar:{path}", find_shards(path, options.follow_links)
     names = [valid_text(shard.relative) for shard in shards]
@@ -311,8 +312,9 @@ def _list_notes(found: Mapping[str, ShardContent]) -> list[str]:
 def _read_images(path: str, start: np.ndarray, end: np.ndarray) -> list[bytes]:
     """Read byte ranges of a shard.
 
-    Neighboring ranges are read in one piece, see :data:`GAP_BYTES` and
-    :data:`SPAN_BYTES`.
+    Neighboring ranges are read in one piece if they begin in the same span of 8 MiB
+    (:data:`SPAN_BYTES`) and the gap between them is at most 4 KiB in a local shard, or
+    1 MiB in a remote one (:data:`GAP_BYTES`).
 
     Args:
         path: Path or URI of the shard.
@@ -349,9 +351,11 @@ def find_shards(path: str, follow_links: bool) -> list[FileEntry]:
         follow_links: Whether links may lead out of the folder.
 
     Returns:
-        The files, with paths relative to the folder of the source. For a pattern that
-        is the folder before its first ``*`` or brace. Size and time of remote files are
-        looked up. A file that is named without ``*`` need not exist.
+        The files, each with its path relative to the folder of the source, its full
+        path, its size in bytes (-1 if it is not known) and its modification time. For a
+        pattern the folder of the source is the one before its first ``*`` or brace.
+        Size and time of remote files are looked up. A file that is named without ``*``
+        need not exist.
 
     Raises:
         ConfigError: A folder has no tar files, the pattern names no file or more than
@@ -429,7 +433,7 @@ def expand_braces(pattern: str) -> list[str]:
         and one with numbers that descend, as ``{9..0}``, gives no names.
 
     Raises:
-        ConfigError: The names are more than :data:`MAX_SHARDS`.
+        ConfigError: The names are more than :data:`MAX_SHARDS` (a million).
     """
     choices = list[list[str]]()
     for number, part in enumerate(re.split(r"\{([^{}]*)\}", pattern)):

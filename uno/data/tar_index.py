@@ -142,7 +142,7 @@ class _Shard:
         """Read the next ``num`` bytes, or fewer at the end of the shard.
 
         Raises:
-            ConfigError: ``num`` is negative or more than ``MAX_MEMBER_BYTES``.
+            ConfigError: ``num`` is negative or more than 1 MiB (``MAX_MEMBER_BYTES``).
         """
         if not 0 <= num <= MAX_MEMBER_BYTES:
             raise ConfigError(
@@ -190,13 +190,17 @@ class _Shard:
     def _member(self, info: tarfile.TarInfo) -> Member:
         """Describe a member of the shard by its header.
 
-        A link, a sparse file or another special entry is described itself, with the
-        offset 0, the size 0 and ``is_plain`` False. The target of a link is not looked
-        up.
-
         Args:
             info: The header, of any entry but a folder. A leading ``./`` of the name is
                 removed.
+
+        Returns:
+            The name; the key, which is the name without the suffix; the suffix after
+            the last dot in lower case, or ''; the position of the first byte in the
+            shard; the size in bytes, of a member that is cut off the bytes that are
+            there; and ``is_plain``. A link, a sparse file or another special entry is
+            described itself, with the position 0, the size 0 and ``is_plain`` False.
+            The target of a link is not looked up.
         """
         name = info.name.removeprefix("./")
         folder, slash, base = name.rpartition("/")
@@ -277,10 +281,12 @@ def index_shards(shards: Sequence[FileEntry], images_only: bool) -> list[ShardCo
             scans with and without labels.
 
     Returns:
-        The content of each of ``shards``, in their order.
+        The content of each of ``shards``, in their order: the key, place, size and
+        label of each image, the labels without an image, the images that are left out,
+        the number of ignored members by suffix, and whether the shard is cut off.
 
     Raises:
-        ConfigError: A shard cannot be read or is refused.
+        ConfigError: A shard cannot be read or is refused, see :func:`scan_shard`.
     """
     with ThreadPoolExecutor(THREADS) as pool:
         return list(pool.map(partial(_index_shard, images_only=images_only), shards))
@@ -379,9 +385,9 @@ def scan_shard(entry: FileEntry, images_only: bool) -> ShardContent:
 
     Raises:
         ConfigError: The shard cannot be read, is compressed or damaged, or has more
-            than MAX_ROWS images; two label members have the same name, or two images
-            the same key; the label of an image cannot be read; or it is not clear which
-            image a label belongs to, see :func:`_find_fields`.
+            than MAX_ROWS images; two label members have the same key and suffix, or two
+            images the same key; the label of an image cannot be read; or it is not
+            clear which image a label belongs to, see :func:`_find_fields`.
     """
     images: dict[str, Member] = {}
     labels: dict[tuple[str, str], Any] = {}  # by key and suffix
@@ -493,5 +499,9 @@ def _find_fields(
 
 
 def shown(name: str) -> str:
-    """Return the name of a member of a shard in quotes, as error messages show it."""
+    """Return the name of a member of a shard in quotes, as error messages show it.
+
+    Bytes that are not UTF-8 and control characters are escaped. A name is cut off after
+    300 characters.
+    """
     return one_line(repr(valid_text(name)))

@@ -48,6 +48,10 @@ def read_text_table(path: str) -> TextTable:
     Args:
         path: Local path or URI of the file.
 
+    Returns:
+        The values of each column by its name, the line of the file on which each row
+        ends, and notes for the user.
+
     Raises:
         ConfigError: The file cannot be read as such a table.
     """
@@ -60,7 +64,8 @@ def read_csv(path: str) -> TextTable:
 
     Spaces after a separator and around names of columns are ignored, and so are empty
     lines. Of comma, semicolon, tab and ``|``, the separator is the first one that gives
-    the first line with text the most columns. A note names it if it is not the comma.
+    the first line that is not empty the most columns. A note names it if it is not the
+    comma.
 
     Args:
         path: Local path or URI of the file.
@@ -117,8 +122,8 @@ def read_jsonl(path: str) -> TextTable:
         not only text.
 
     Raises:
-        ConfigError: The file cannot be read or is too large, or a line is not a JSON
-            object.
+        ConfigError: The file cannot be read or is too large, a line is not a JSON
+            object, or a line has an escape of half a surrogate pair.
     """
     records, lines = list[dict[str, Any]](), list[int]()
     for number, line in enumerate(_read_text(path).split("\n"), start=1):

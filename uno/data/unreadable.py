@@ -87,7 +87,8 @@ def name_bad(entry: Mapping[str, Any]) -> str:
 
     Returns:
         The id of its row, followed by its path in parentheses. The path is left out if
-        it is not known or ends with the id, see :func:`~uno.data.images.name_row`.
+        it is not known, or ends with the id or with the id without its first folder,
+        see :func:`~uno.data.images.name_row`.
     """
     path = entry.get("uri")
     return name_row(str(entry.get("id", "")), path if isinstance(path, str) else None)

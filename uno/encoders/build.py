@@ -77,7 +77,7 @@ SMALL_STEMS = {"cifar": (3, 1), "cifar_stride2": (4, 2)}
 
 
 def _small_stem(width: int, stem: str) -> nn.Conv2d:
-    """Build the first convolution of an encoder for small images.
+    """Build the first convolution of an encoder for small images, without a bias.
 
     Args:
         width: The number of its output channels.
@@ -89,9 +89,12 @@ def _small_stem(width: int, stem: str) -> nn.Conv2d:
 def _stage(inputs: int, outputs: int, blocks: int, stride: int) -> nn.Sequential:
     """Build a stage of residual blocks (He et al. 2016).
 
-    The shortcut of the first block is a 1x1 convolution with batch normalization, or
-    the identity if its stride is 1 and the number of channels stays the same. All other
-    shortcuts are the identity.
+    A block is torchvision's ``BasicBlock`` of two 3x3 convolutions. The shortcut of the
+    first block is a 1x1 convolution with batch normalization, or the identity if its
+    stride is 1 and the number of channels stays the same. All other shortcuts are the
+    identity. With fewer than ``ONEDNN_BLOCK`` (8) input channels the 1x1 convolution
+    has no stride: average pooling over single pixels comes before it with the stride,
+    which computes the same.
 
     Args:
         inputs: The number of channels of the input.
@@ -199,7 +202,9 @@ def _library_encoder(name: str) -> nn.Module:
     """Build an encoder of timm, of torchvision, or of the user's own function.
 
     A forward hook turns outputs into vectors, see :func:`_pool_output`. An encoder of
-    the user is run once on a black image to learn D; its training mode stays.
+    the user is run once in eval mode on a black image, whose side is that of
+    :func:`image_side`, to learn D. Afterwards all its modules have the training mode
+    that the encoder itself had.
 
     Args:
         name: ``timm:NAME``, ``torchvision:NAME`` or ``package.module:NAME``.
@@ -238,16 +243,16 @@ def run_on_black_image(name: str, encoder: nn.Module, side: int) -> Tensor:
 
     Args:
         name: The name of the encoder, for the error.
-        encoder: The encoder, in eval mode.
+        encoder: The encoder, in eval mode and on the CPU.
         side: The side of the image in pixels.
 
     Returns:
-        (1, D).
+        The features, (1, D).
 
     Raises:
         ConfigError: The encoder raises a RuntimeError, AssertionError, TypeError or
-            ValueError, as it also does if its output cannot be turned into a vector
-            (:func:`_pool_output`). Other errors are raised as they are.
+            ValueError. One of these is the error of :func:`_pool_output` for an output
+            that cannot be turned into vectors. Other errors are raised as they are.
     """
     try:
         # In inference_mode a tensor that a module caches could not be used in training.
@@ -311,11 +316,13 @@ def describe_timm(model_name: str) -> tuple[str, dict[str, Any]]:
         timm's name of the encoder, which for a repository is that in its
         ``config.json`` and otherwise ``model_name`` itself, and may have the name of
         weights after a dot; and the fields of timm's ``pretrained_cfg``, such as
-        ``input_size`` and ``mean``, which are {} for a name that timm does not know.
+        ``input_size`` and ``mean``, which are {} if timm has no description of an
+        encoder of this name.
 
     Raises:
-        ConfigError: The repository cannot be reached, or does not describe an encoder
-            of timm.
+        ConfigError: The ``config.json`` of the repository cannot be downloaded, or
+            names no architecture, as timm's do.
+        RuntimeError: timm has the encoder, but no weights of the name after the dot.
     """
     from huggingface_hub import constants
     from timm.models import get_pretrained_cfg, load_model_config_from_hf
@@ -376,8 +383,9 @@ def classifier_of(encoder: nn.Module) -> str:
         encoder: The model.
 
     Returns:
-        The dotted name of the model's last linear layer, such as "fc", if it is "fc" or
-        begins with "head" or "classifier"; otherwise, or without a linear layer, "".
+        The dotted name of the model's last linear layer, if this name is "fc" or begins
+        with "head" or "classifier", such as "classifier.6"; otherwise, or without a
+        linear layer, "".
     """
     last = [
         name for name, layer in encoder.named_modules() if isinstance(layer, nn.Linear)
@@ -438,9 +446,9 @@ def require_encoder(name: str, foreign: str | None = None) -> None:
 
     Raises:
         ConfigError: timm is needed and not installed, no encoder has that name, the
-            description of an encoder of the Hugging Face Hub cannot be downloaded, the
-            user's callable cannot be imported or is not callable, or its code lies in
-            ``foreign``.
+            description of an encoder of the Hugging Face Hub cannot be downloaded or is
+            not one of timm's, the user's callable cannot be imported or is not
+            callable, or its code lies in ``foreign``.
     """
     library, _, model_name = name.partition(":")
     if library in ("torchvision", "timm"):
@@ -469,7 +477,9 @@ def _import_callable(name: str) -> Callable[[], Any]:
         name: ``package.module:NAME``.
 
     Raises:
-        ConfigError: The object cannot be imported, or is not callable.
+        ConfigError: The object cannot be imported, or is not callable. Other errors of
+            the module's code than an ImportError, AttributeError or SyntaxError are
+            raised as they are.
     """
     build = import_object("model.encoder", name)
     if not callable(build):
@@ -483,8 +493,14 @@ def _import_callable(name: str) -> Callable[[], Any]:
 def _from_callable(name: str) -> nn.Module:
     """Build an encoder by the user's own function.
 
+    The function is imported and called. Imports in it also find modules in the working
+    directory.
+
     Args:
         name: ``package.module:NAME`` of a function without arguments.
+
+    Returns:
+        The module that the function returns, unchanged.
 
     Raises:
         ConfigError: The function cannot be imported, raises a TypeError, which an

@@ -91,7 +91,9 @@ class Runtime(nn.Module):
     Args:
         encoder: The encoder.
         precision: The precision in which features are computed, "fp32" or "bf16".
-        threads: The number of threads.
+        threads: The number of threads of the pool that is started here, each of which
+            computes one batch of :data:`BATCH_SIZE` images at a time, and of OpenVINO's
+            streams and compute threads.
     """
 
     def __init__(self, encoder: nn.Module, precision: Precision, threads: int) -> None:
@@ -112,7 +114,7 @@ class Runtime(nn.Module):
         precision. Several threads may call this.
 
         Args:
-            images: Normalized images float32 (B, 3, S, S).
+            images: Normalized images float32 (B, 3, S, S), B >= 1, on the CPU.
 
         Returns:
             Features float32 (B, D).
@@ -131,13 +133,17 @@ class Runtime(nn.Module):
     def _build(self, images: Tensor) -> Program:
         """Build the OpenVINO program, and compare its features with those of PyTorch.
 
-        The features of ``COMPARED_IMAGES`` images are compared with those of PyTorch in
-        float32. If there are fewer images, they are repeated. The largest accepted
-        difference is ``TOLERANCE`` of the length of a row's features. With bfloat16 it
-        is ``OF_BF16`` times the difference of PyTorch's own bfloat16, if that is more.
+        The features of the first ``COMPARED_IMAGES`` images are compared with those of
+        PyTorch in float32. If there are fewer images, they are repeated. The largest
+        accepted difference is ``TOLERANCE`` of the length of a row's features. With
+        bfloat16 it is ``OF_BF16`` times the largest difference that PyTorch's own
+        bfloat16 has for one of these images, if that is more.
 
         Args:
-            images: The first images, float32 (B, 3, S, S).
+            images: The images of the first call, float32 (B, 3, S, S), B >= 1.
+
+        Returns:
+            The program, for batches of exactly :data:`BATCH_SIZE` images of this size.
 
         Raises:
             ConfigError: OpenVINO cannot compute the encoder, or a difference is larger.
@@ -194,6 +200,7 @@ def _difference(features: Tensor, expected: Tensor) -> Tensor:
 
     Returns:
         The distance for each row, divided by the length of the expected features, (B,).
+        It is not finite where that length is 0.
     """
     return (features - expected).norm(dim=1) / expected.norm(dim=1)
 
@@ -217,14 +224,18 @@ def compile_encoder(
     """Compile an encoder by OpenVINO, for batches of :data:`BATCH_SIZE` images.
 
     Args:
-        encoder: The encoder.
-        images: Example images (B, 3, S, S), B >= 1, which give the size S.
-        threads: The number of threads that call the program.
+        encoder: The encoder, in eval mode and on the CPU.
+        images: Example images float32 (B, 3, S, S), B >= 1, which give the size S. The
+            first two are used to trace the encoder.
+        threads: The number of OpenVINO's streams, and also of its compute threads. So
+            this many batches are computed at a time, each by one thread. It should be
+            the number of threads that call the program.
         bf16: Whether to compute in bfloat16, otherwise in float32.
 
     Returns:
-        A function that maps exactly :data:`BATCH_SIZE` images, float32 on the CPU, to
-        features (:data:`BATCH_SIZE`, D). Errors of OpenVINO are raised as they are.
+        A function that maps exactly :data:`BATCH_SIZE` images of size S, contiguous
+        float32 on the CPU, to features (:data:`BATCH_SIZE`, D), and can be called from
+        any thread. Errors of OpenVINO are raised as they are, here and in the function.
     """
     import openvino
 

@@ -105,8 +105,10 @@ def describe_encoder(name: str) -> Description:
             "package.module:NAME" for the user's own callable, or "vectors:D".
 
     Returns:
-        The description. All of its values are the defaults, which mean that nothing is
-        known, for the small ResNet ("resnet_small") and for vectors.
+        The description. For this package's other ResNets and for torchvision's encoders
+        it is that of torchvision's default weights. For the small ResNet
+        ("resnet_small") and for vectors all of its values are the defaults, which mean
+        that nothing is known.
 
     Raises:
         ConfigError: There is no such encoder, its package is missing, its description
@@ -171,7 +173,8 @@ def _describe_cfg(cfg: Mapping[str, Any]) -> Description:
 
     Args:
         cfg: The values of timm's ``pretrained_cfg``. Those of an encoder of the user's
-            own may be incomplete. Without ``crop_pct`` the ``crop_share`` is 1.
+            own may be incomplete: a value that is missing is None or "" in the result,
+            and without ``crop_pct`` the ``crop_share`` is 1.
     """
     size, mean, std = (cfg.get(key) for key in ("input_size", "mean", "std"))
     tag, interpolation = str(cfg.get("tag") or ""), cfg.get("interpolation")
@@ -190,9 +193,9 @@ def _describe_cfg(cfg: Mapping[str, Any]) -> Description:
 def _describe_callable(name: str) -> Description:
     """Build an encoder of the user's own, and read its description from its attributes.
 
-    These are timm's ``pretrained_cfg``, or else ``image_size``, ``mean``, ``std`` and
-    ``interpolation``, each of which may be missing. The result is kept for later calls.
-    PyTorch's random state on the CPU is not changed.
+    These are timm's ``pretrained_cfg``, if it is a mapping, or else ``image_size``,
+    ``mean``, ``std`` and ``interpolation``. Each value may be missing. The result is
+    kept for later calls. PyTorch's random state on the CPU is not changed.
 
     Raises:
         ConfigError: The callable cannot be imported, or does not build an encoder that
@@ -218,7 +221,9 @@ def check_encoder(config: Config, tensors: Mapping[str, Tensor] | None = None) -
     """Build the encoder of a run, and run it on an image of each size of its views.
 
     The sizes are those of the large and small views, as far as a run has such views,
-    and of the evaluation view. The images are black. The encoder is dropped afterwards.
+    and of the evaluation view, which is the smaller of the large view and the stored
+    image. The images are black. The encoder is dropped afterwards. Its fresh weights
+    are drawn from PyTorch's global generator.
 
     Args:
         config: The configuration of the run.
@@ -227,7 +232,7 @@ def check_encoder(config: Config, tensors: Mapping[str, Tensor] | None = None) -
 
     Raises:
         ConfigError: The encoder cannot be built, does not accept such images, or
-            ``tensors`` are not its weights.
+            ``tensors`` do not fit it, see :func:`load_encoder_`.
     """
     encoder = build_encoder(config.model).eval()
     if tensors is not None:
@@ -350,10 +355,11 @@ def load_encoder_(
 ) -> None:
     """Load weights into an encoder, in place.
 
-    Of the common prefixes of keys in :data:`PREFIXES`, such as ``module.``, the one
-    under which most keys fit is removed, and keys without it are ignored. The weights
-    of a classifier are ignored, too. Only the counters ``num_batches_tracked`` may be
-    missing.
+    Of the common prefixes of keys in :data:`PREFIXES`, such as ``module.`` or none, the
+    one under which most keys fit is removed, and keys without it are ignored. Weights
+    that the encoder lacks are ignored if they are of a classifier: their keys begin
+    with one of :data:`CLASSIFIERS`. Only the counters ``num_batches_tracked`` may be
+    missing; the encoder then keeps its own.
 
     Args:
         encoder: The encoder, which is changed.
@@ -408,7 +414,9 @@ def fetch_pretrained(name: str) -> bytes:
         name: The name of the encoder.
 
     Returns:
-        The content of the file. It has no tensors if rows are vectors.
+        The content of the file: the weights by the library's names, for torchvision
+        with those of the classifier, for timm without. It has no tensors if rows are
+        vectors.
 
     Raises:
         ConfigError: There is no such encoder, timm is needed and not installed, no
@@ -459,7 +467,10 @@ def _fetch_torchvision(name: str) -> dict[str, Tensor]:
 def _fetch_timm(model_name: str) -> dict[str, Tensor]:
     """Return the pretrained weights of an encoder of timm by name, without classifier.
 
-    They are read from the cache of the Hugging Face Hub, or downloaded into it.
+    They are read from the cache of the Hugging Face Hub, or downloaded into it. The few
+    weights for which timm knows only a URL are in PyTorch's cache instead. If the
+    Hub's cache has no ``model.safetensors`` of the encoder, the server must answer a
+    first request within ``NETWORK_TIMEOUT_S`` (10) seconds.
 
     Args:
         model_name: The name after ``timm:``.

@@ -98,8 +98,9 @@ class Method:
             config: The configuration of the run.
 
         Returns:
-            The loss to minimize, a scalar. A method with several cluster heads returns
-            a :class:`uno.steps.Loss`: this scalar, and the loss of each head, (H,).
+            The loss to minimize, a scalar; or a :class:`uno.steps.Loss`, which has this
+            scalar and the loss of each of H cluster heads, (H,). A method with several
+            cluster heads must return the latter.
         """
         raise NotImplementedError
 
@@ -155,7 +156,9 @@ class Method:
             train: The training data.
 
         Returns:
-            Tensors by name, which are kept in ``state.extra`` and in checkpoints.
+            Tensors by name, which are kept in ``state.extra`` and in checkpoints. The
+            caller moves them to the device of training, and gives all workers those of
+            rank 0.
         """
         return {}
 
@@ -335,7 +338,7 @@ def default_settings(method: str, preset: str) -> dict[str, Any]:
 
     Args:
         method: A key of :data:`METHODS`, or ``package.module:METHOD``.
-        preset: The name of the preset.
+        preset: The name of the preset, such as "cifar10".
 
     Returns:
         Values by key, such as "dtc.warmup". For UNO the result is empty, because the

@@ -40,8 +40,8 @@ class SpaceAdapter(nn.Module):
         directions are the first axes.
 
         Args:
-            num_features: The number of features. If it exceeds ``MAX_DIRECTIONS``, only
-                that many coordinates are kept.
+            num_features: The number of features. If it exceeds ``MAX_DIRECTIONS``
+                (256), only that many coordinates are kept.
         """
         super().__init__()
         self.width = min(num_features, MAX_DIRECTIONS)
@@ -106,19 +106,21 @@ class ClusteringMethod(Method):
             train: The training data.
 
         Returns:
-            Tensors that the checkpoint keeps. "agreement" (A,) has the shares of
-            unlabeled rows on which A other clusterings agree with this one; it is empty
-            if there are too few rows. "similar", float64 (n, 3), has the pairs of novel
-            classes that may be parts of one class: their indices among the novel
-            classes and their similarity, see
+            Tensors that the checkpoint keeps. "agreement" (A,) has for each of A = 8
+            other clusterings of the same rows the share of the compared unlabeled rows,
+            0 to 1, on which it agrees with this one, see
+            :func:`uno.clustering.frozen.measure_agreement`; it is empty if there are
+            too few rows. "similar", float64 (n, 3), has the pairs of novel classes that
+            may be parts of one class: their indices among the novel classes, from 0,
+            and how much their nearest neighbors mix, see
             :func:`uno.clustering.num_classes.pairs_of_one_class`. "counts", int64 (3,),
             has the numbers of sampled unlabeled rows, of known classes and of novel
             classes.
 
         Raises:
-            ConfigError: The unlabeled rows are not more than the clusters: the novel
-                classes, in the GCD setting the known ones, too. Or no labeled or no
-                unlabeled image can be read.
+            ConfigError: The sampled unlabeled rows are not more than the clusters: the
+                novel classes, in the GCD setting the known ones, too. Or no labeled or
+                no unlabeled image can be read.
         """
         labeled, labels, unlabeled = training_features(config, model, train)
         gcd, num_novel = config.data.setting == "gcd", train.num_novel
@@ -132,8 +134,9 @@ class ClusteringMethod(Method):
         def compute() -> dict[str, Tensor]:
             """Cluster the features, and return the result as tensors by name.
 
-            They are "mean" and "directions" of the space, "prototypes", "agreement" and
-            "similar".
+            They are "mean" (D,) and "directions" (D, P) of the space, "prototypes" of
+            all known and novel classes in it, (C_l + C_u, P), and "agreement" and
+            "similar" as the method returns them.
             """
             result = discover_clusters(
                 labeled, labels, unlabeled, num_novel, gcd, config.seed
@@ -163,6 +166,8 @@ class ClusteringMethod(Method):
         """Compute UNO's unified objective of a batch.
 
         Training continues from the clusters with this loss, if discovery has epochs.
+        The prototypes of the model are scaled to length one first, in place. All
+        workers call this.
 
         Args:
             state: The state of training, with the model.

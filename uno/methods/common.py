@@ -32,7 +32,8 @@ def forward_two_views(state: TrainState, batch: Batch) -> tuple[Tensor, Tensor, 
     Returns:
         Three tensors: cosines with the prototypes of the known classes (2, B, C_l);
         logits of the novel head (2, B, C_u), before the division by tau; and features
-        of the encoder, before the adapter, (2, B, D).
+        of the encoder, before the adapter, (2, B, D). Of a batch of cached features
+        these are the given ones.
     """
     logits = forward(state, batch._replace(views=batch.views[:2], num_large=2))
     assert logits.novel is not None
@@ -141,8 +142,9 @@ def frozen_sample(config: Config, model: UnoModel, train: Any) -> Sample:
             streamed. It has ``num_novel``, the number of novel classes.
 
     Returns:
-        Features and labels of a sample of labeled rows, and features of a sample of
-        unlabeled rows, on the CPU, as :func:`training_features` draws them.
+        The features (N_l, D) of a sample of labeled rows, their known classes, int64
+        (N_l,), and the features (N_u, D) of a sample of unlabeled rows, on the CPU.
+        :func:`training_features` draws them, at most about 20,000 of each kind.
 
     Raises:
         ConfigError: The sample has fewer unlabeled rows than there are novel classes,
@@ -163,8 +165,9 @@ def set_prototypes_(model: UnoModel, prototypes: Tensor) -> None:
 
     Args:
         model: A network with one novel head, which is changed.
-        prototypes: A row for each class, (C_l + C_u, D), known classes first. They are
-            copied as they are, not scaled.
+        prototypes: A row for each class, (C_l + C_u, D), known classes first, where D
+            is the number of features that the heads take. They are copied as they are,
+            not scaled.
     """
     known, novel = prototypes.split([model.num_known, model.num_novel])
     model.known.weight.copy_(known)
@@ -177,7 +180,8 @@ def cluster_centers(
     """Compute initial prototypes: means of known classes, and centers of clusters.
 
     Args:
-        sample: Features of labeled and unlabeled rows, on the CPU.
+        sample: Features (N, D) of labeled and of unlabeled rows, and the known classes
+            of the labeled ones, on the CPU.
         num_novel: The number of novel classes C_u.
         setting: "gcd" if unlabeled rows may belong to known classes, otherwise another
             text or None.

@@ -163,7 +163,8 @@ class Dtc(Method):
         ``state.extra["probabilities"]``, in place. The targets p of all unlabeled rows,
         ``state.extra["targets"]``, are computed from the stored q at the end of the
         warm-up, and then again after each ``update_interval``, a share of all steps of
-        the phase. Labeled rows take no part.
+        the phase. Labeled rows take no part. The known prototypes of the model are
+        scaled to length one first, in place. All workers call this.
 
         Args:
             state: The state of training, with the model, q and p. q and p are updated.
@@ -203,9 +204,12 @@ class Dtc(Method):
     ) -> dict[str, Tensor]:
         """Initialize the head by principal components and k-means of the features.
 
-        The features are those of all unlabeled rows. With a frozen encoder, the known
-        prototypes also become the means of the classes in a sample of labeled rows;
-        otherwise they stay as they are.
+        The features are those of all unlabeled rows. The linear layer of the head
+        becomes their first C_u principal components, with a bias that centers them, and
+        its centers become those of k-means in these components. With a frozen encoder,
+        the known prototypes also become the means of the classes in a sample of labeled
+        rows, scaled to length one; otherwise they stay as they are. All workers call
+        this; rank 0 computes the components and the centers.
 
         Args:
             config: The configuration of the run.
@@ -242,7 +246,13 @@ class Dtc(Method):
             )
 
         def compute() -> dict[str, Tensor]:
-            """Return principal components, bias and k-means centers of the features."""
+            """Return the start of the head: a linear layer and centers, by name.
+
+            For K novel classes they are "components", the first K principal directions
+            of the features, (K, D); "bias", minus the mean of the features along these
+            directions, (K,); and "centers", those of K k-means clusters of the centered
+            features along these directions, (K, K).
+            """
             centered, _, directions = principal_components(features)
             components = directions[:, :num_novel].T  # (K, D)
             points = (centered @ components.T).cpu()

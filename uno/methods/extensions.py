@@ -39,8 +39,9 @@ def past_logits(state: TrainState, directions: Tensor) -> list[Tensor] | None:
 
     Returns:
         Cosines (V_large, H, Q, K) of the rows that were in the queue before this call
-        with the prototypes: one tensor for the cluster heads, then one for the
-        overclustering heads, if any. None as long as the queue takes no part.
+        with the K present prototypes of each head: one tensor for the cluster heads,
+        then one for the overclustering heads, which have another K, if any. None as
+        long as the queue takes no part.
     """
     queue, heads = (
         state.extra["queue"],

@@ -60,8 +60,10 @@ class Jia(rs.ContrastMethod):
         The pairwise loss is :func:`uno.methods.rs.loss_of_pairs`, where two unlabeled
         rows are similar if more than half of their winner-take-all hash codes are
         equal. The codes are those of a row's mean feature over both views. The
-        contrastive loss is :func:`uno.methods.common.feature_contrast_loss`. All
-        features are those after the novel head's layer, if it has one.
+        contrastive loss is :func:`uno.methods.common.feature_contrast_loss` with the
+        temperature 0.1. All features are those after the novel head's layer, if it has
+        one. The prototypes of the model are scaled to length one first, in place. All
+        workers call this.
 
         Args:
             state: The state of training, with the model and the windows of the hashes.
@@ -87,18 +89,20 @@ class Jia(rs.ContrastMethod):
     ) -> dict[str, Tensor]:
         """Draw the windows of features that the winner-take-all hashes compare.
 
+        The draw depends on the seed of the run and the number of features alone.
+
         Args:
             config: The configuration of the run, which has the seed.
-            model: The network, which decides the number of features D. It is not
-                changed.
+            model: The network, which decides the number of features D and the device of
+                the result. It is not changed.
             train: Not used.
 
         Returns:
-            "windows", H = 512 random windows of k = 4 indices of features, int64 (H,
-            k). A window has no feature twice.
+            "windows", H = 512 random windows of k = 4 indices of features, 0 to D - 1,
+            int64 (H, k), on the device of the model. A window has no feature twice.
 
         Raises:
-            ConfigError: There are fewer than k features.
+            ConfigError: D is less than k.
         """
         width = model.known.weight.shape[1]
         if width < WINDOW:
@@ -129,13 +133,17 @@ def hash_codes(features: Tensor, windows: Tensor) -> Tensor:
 def share_of_equal_codes(codes: Tensor, others: Tensor, window: int) -> Tensor:
     """Return the share of equal hash codes for each pair of rows.
 
+    Codes are equal if both rows have the same code for the same window. They are
+    compared as one-hot vectors, by one matrix product for all pairs.
+
     Args:
         codes: H codes of each of N rows, int64 (N, H), of :func:`hash_codes`.
         others: H codes of each of M rows, int64 (M, H).
-        window: The number of values that a code can have: 0 to ``window`` - 1.
+        window: k, the number of features in each window. It is the number of values
+            that a code can have, 0 to k - 1, and so the length of the one-hot vectors.
 
     Returns:
-        Shares (N, M), 0-1.
+        Shares, float32 (N, M), 0-1: the number of equal codes, divided by H.
     """
     one, other = (
         F.one_hot(rows, window).flatten(1).float() for rows in (codes, others)

@@ -37,6 +37,10 @@ class Kcl(pairs.PairMethod):
     ) -> Tensor:
         """Compute the contrastive loss of KCL for pairs of unlabeled rows.
 
+        The loss of a pair is that of :func:`contrastive_loss`: the KL divergence of
+        both rows if they are similar, and otherwise what it lacks to the margin 2. All
+        workers call this.
+
         Args:
             first: Cluster probabilities of this worker's unlabeled rows in view 0,
                 (B_u, C_u).

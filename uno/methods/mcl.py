@@ -33,7 +33,9 @@ class Mcl(pairs.PairMethod):
         """Compute the loss of MCL for pairs of unlabeled rows.
 
         It is the negative log-likelihood of the similarity network's decisions on pairs
-        of a row in view 0 and a row in view 1. Both views get a gradient.
+        of a row in view 0 and a row in view 1, see
+        :func:`uno.methods.common.pair_likelihood_loss`. Both views get a gradient, and
+        the network gets none. All workers call this.
 
         Args:
             first: Cluster probabilities of this worker's unlabeled rows in view 0,

@@ -83,12 +83,16 @@ class Ncl(rs.ContrastMethod):
         rows are similar if the cosine of their features in view 0 exceeds
         ``ncl.threshold``. The contrastive loss of labeled rows is :func:`class_loss`
         with the weight 0.1, from the first step on. That of unlabeled rows is
-        :func:`neighbor_loss` with the weight 1, which begins at the share ``START`` of
-        the phase, once the memory of unlabeled features is full. From ``HARD_START`` on
-        it has hard negatives, once the memory of labeled features is full, too. In both
+        :func:`neighbor_loss` with the weight 1, which begins at the share ``START``
+        (1/200) of the phase, once the memory of unlabeled features is full. From the
+        share ``HARD_START`` (3/200) on it has hard negatives, once the memory of
+        labeled features is full, too. For a memory of M unlabeled rows, the number of
+        nearest neighbors is M / (2 C_u), rounded down, but at least 1. In both
         contrastive losses only view 0 gets a gradient. After the losses are computed,
-        the view 0 of all workers' rows is put into the memories. All features are those
-        after the novel head's layer, if it has one.
+        the unit features of all workers' rows in view 0 and the classes of the labeled
+        rows are put into the memories. All features are those after the novel head's
+        layer, if it has one. The prototypes of the model are scaled to length one
+        first, in place. All workers call this.
 
         Args:
             state: The state of training, with the model and the memories. The memories
@@ -140,15 +144,16 @@ class Ncl(rs.ContrastMethod):
 
         Args:
             config: The configuration of the run, which has the preset.
-            model: The network, which decides the number of features D. It is not
-                changed.
-            train: The training data. No memory has more rows than its labeled or
-                unlabeled rows.
+            model: The network, which decides the number of features D and the device of
+                the memories. It is not changed.
+            train: The training data, which limits the sizes: M is at most its number
+                of unlabeled rows, and M_l at most its number of labeled rows.
 
         Returns:
-            "memory", zeros (M, D) for unlabeled rows; "labeled_memory", zeros (M_l, D)
-            for labeled rows; and "labeled_classes", the classes of its entries, int64
-            (M_l,), which are -1.
+            "memory", zeros (M, D) for features of unlabeled rows; "labeled_memory",
+            zeros (M_l, D) for features of labeled rows; and "labeled_classes", int64
+            (M_l,), the classes of the entries of "labeled_memory". They are all -1,
+            which stands for an empty entry.
         """
         size, device = SIZES.get(config.preset, SIZE), model.known.weight.device
         num_labeled = min(size, len(train.labels))
@@ -234,13 +239,15 @@ def _draw_hard_negatives(state: TrainState, query: Tensor, num_novel: int) -> Te
     Args:
         state: The state of training, with both memories, which are not changed.
         query: Unit features of this worker's unlabeled rows, (N, D).
-        num_novel: The number of novel classes. For each row 400 unlike entries are
-            mixed, or 50 if there are 5 novel classes; proportionally fewer if the
-            memory of unlabeled rows has less than 2,000 entries.
+        num_novel: The number of novel classes. For each row the 400 entries that are
+            least like it are mixed, or 50 if there are 5 novel classes; proportionally
+            fewer, but at least one, if the memory of unlabeled rows has less than 2,000
+            entries.
 
     Returns:
         The cosines of each row with its hardest negatives, (N, n), the highest first,
-        see :func:`hard_negatives`. n is at most 400.
+        see :func:`hard_negatives`. n is at most 400, or proportionally less, but at
+        least 1, if the memory of unlabeled rows has less than 2,000 entries.
     """
     memory, labeled = state.extra["memory"], state.extra["labeled_memory"]
     far = NUM_FAR_OF_FIVE if num_novel == 5 else NUM_FAR

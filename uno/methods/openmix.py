@@ -60,9 +60,13 @@ class OpenMix(Method):
         ``openmix.threshold``. View 0 of each row, pixels or cached features, is mixed
         with view 0 of an unlabeled row of any worker, see :func:`draw_mixtures`. The
         squared error of the probabilities of all C classes for this mixture with the
-        targets of :func:`mixed_targets` is summed over classes. Its mean is over all
-        rows, but the error of an unlabeled row without a clear class counts as 0. The
-        weight of this error rises to 1 within the first share ``rampup`` of the phase.
+        targets of :func:`mixed_targets` is summed over classes. The targets come from
+        the labels and from view 0, without gradient. The mean is over all rows, but the
+        error of an unlabeled row counts as 0 unless one of its novel classes has a
+        probability above 0.9. The weight of this error rises to 1 within the first
+        share ``rampup`` of the phase, see :func:`uno.methods.common.sigmoid_rampup`.
+        The prototypes of the model are scaled to length one first, in place. All
+        workers call this.
 
         Args:
             state: The state of training, with the model.
@@ -109,7 +113,10 @@ class OpenMix(Method):
         """Set the novel prototypes to the centers of k-means clusters.
 
         The features of a sample of the unlabeled rows are divided into as many clusters
-        as there are novel classes, and the centers are scaled to length one.
+        as there are novel classes, see
+        :func:`uno.clustering.initialization.cluster_features`. The centers are the mean
+        directions of the clusters, of length one. All workers call this; rank 0
+        clusters.
 
         Args:
             config: The configuration of the run.
@@ -150,8 +157,9 @@ def draw_mixtures(step: int, num_labeled: int, num_rows: int) -> tuple[Tensor, T
     Returns:
         Two tensors on the CPU, labeled rows first. The first has the partner of each
         row: an index among the unlabeled rows of the global batch, int64 (B,), which
-        can be that of the row itself. The second has the weight of the row itself in
-        the mixture, float64 (B,), 0.5-1. The partner has the rest.
+        can be that of the row itself; all are equally likely. The second has the weight
+        of the row itself in the mixture, float64 (B,), 0.5-1: max(l, 1 - l), where l is
+        drawn from Beta(1, 1). The partner has the rest.
     """
     rank, world_size = distributed.rank_and_world()
     random = np.random.default_rng(step)

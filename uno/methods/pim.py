@@ -128,16 +128,18 @@ def fit_classifier(
     see :func:`uno.methods.common.cluster_centers`. Features are scaled to length one.
 
     Args:
-        sample: Features of labeled and unlabeled rows.
+        sample: Features (N, D) of labeled and of unlabeled rows, and the known classes
+            of the labeled ones.
         num_novel: The number of novel classes C_u.
         setting: With "gcd" unlabeled rows may be of any class. With "ncd" or None they
             are of novel classes only.
         seed: The seed of k-means.
         weight: The weight lambda of the entropy of unlabeled rows. If it is None, a fit
-            without labels from the centers of plain k-means is made for each value in
-            ``WEIGHTS``. The value whose fit puts most labeled rows right, under the
-            best one-to-one matching of clusters and classes, is taken for the final
-            fit; of equally good values, the smallest.
+            without labels from the centers of plain k-means of all rows is made for
+            each value in ``WEIGHTS`` (0.1, 0.25, 0.5, 0.75 and 1). The value whose fit
+            puts most labeled rows right, under the best one-to-one matching of clusters
+            and classes, is taken for the final fit; of equally good values, the
+            smallest.
         steps: The number of steps of Adam, for each fit.
 
     Returns:
@@ -191,6 +193,9 @@ def minimize_objective(
     num_masked: int = 0,
 ) -> Tensor:
     """Fit the weights of a linear classifier to PIM's objective, by Adam on all rows.
+
+    The logits are 25 times the products of rows and weights, see :func:`pim_objective`.
+    Each step has all rows. The learning rate is 0.001 and the weight decay 0.01.
 
     Args:
         weights: The initial weights, (C, D), which are not changed.
@@ -291,8 +296,10 @@ class Pim(Method):
     ) -> dict[str, Tensor]:
         """Fit the linear classifier of PIM, and set the model's prototypes to it.
 
-        It is fitted to the features of a sample of the training rows. All workers call
-        this; rank 0 fits.
+        It is fitted to the features of a sample of the training rows, see
+        :func:`fit_classifier`. The prototypes are its weights, divided by one number
+        and with one more coordinate, so that all have length one, see
+        :func:`pad_to_one_length`. All workers call this; rank 0 fits.
 
         Args:
             config: The configuration of the run, with the method's constants.
@@ -300,7 +307,9 @@ class Pim(Method):
             train: The training data.
 
         Returns:
-            "weight", the weight lambda of the entropy of unlabeled rows, a scalar.
+            "weight", the weight lambda of the entropy of unlabeled rows, a scalar: the
+            constant ``weight``, or the value that was chosen on labeled rows if it is
+            None.
 
         Raises:
             ConfigError: The sample has fewer unlabeled rows than there are novel
@@ -330,12 +339,15 @@ class Pim(Method):
         """Compute PIM's objective on two views of a batch.
 
         It is the negative mutual information of rows and classes plus the cross-entropy
-        of labeled rows, see :func:`pim_objective`. Unless the setting is "gcd", it also
-        keeps unlabeled rows from known classes. Logits are cosines over tau. Training
-        continues the fit with it by SGD, if discovery has epochs.
+        of labeled rows, see :func:`pim_objective`. Unless the setting is "gcd", the
+        mean of minus the log of the probability that an unlabeled row is of a novel
+        class is added. Logits are cosines over tau. Training continues the fit with it
+        by SGD, if discovery has epochs. The prototypes of the model are scaled to
+        length one first, in place. All workers call this.
 
         Args:
-            state: The state of training, with the model and the weight lambda.
+            state: The state of training, with the model and, as
+                ``state.extra["weight"]``, the weight lambda.
             batch: The views of this worker's rows, labeled rows first.
             config: The configuration of the run.
 

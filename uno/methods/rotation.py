@@ -20,6 +20,8 @@ def loss(state: TrainState, batch: Batch, config: Config) -> Tensor:
     """Compute the cross-entropy of predicting the number of quarter turns.
 
     Each row is seen four times, turned by 0 to 3 quarter turns, see :func:`turn_views`.
+    The logits are cosines divided by the temperature. The prototypes of the model are
+    scaled to length one first, in place.
 
     Args:
         state: The state of training, with the model, whose known head has four outputs.
@@ -40,11 +42,12 @@ def turn_views(batch: Batch) -> Batch:
     """Return a batch with four views of each image, where view k is turned by k * 90°.
 
     Turns are counterclockwise. View k, from 0 to 3, is made from the large view number
-    k modulo the number of large views. Small views are left out. Labels and row numbers
-    stay.
+    k modulo the number of large views. All four views count as large ones. Small views
+    are left out. Labels and row numbers stay.
 
     Args:
-        batch: A batch of images with at least one large view, which is not changed.
+        batch: A batch with at least one large view, pixels (B, 3, S, S). It is not
+            changed.
     """
     views = [batch.views[k % batch.num_large] for k in range(NUM_TURNS)]
     views = [torch.rot90(view, k, (2, 3)).contiguous() for k, view in enumerate(views)]

@@ -114,7 +114,8 @@ class Rs(Method):
 
         It is the cross-entropy of labeled rows, plus the pairwise loss of unlabeled
         rows, which are similar if the same features are their largest, plus the
-        consistency of two views with a rising weight: :func:`rank_loss`.
+        consistency of two views with a rising weight: :func:`rank_loss`. The prototypes
+        of the model are scaled to length one first, in place. All workers call this.
 
         Args:
             state: The state of training, with the model.
@@ -141,6 +142,7 @@ def rank_loss(
     Two unlabeled rows are similar if the same k features are the largest of both, in
     any order. k is the constant ``top_k`` of the method, or by default 5 of every 512
     features (:func:`num_top`), and at most D. The whole loss is :func:`loss_of_pairs`.
+    All workers call this.
 
     Args:
         state: The state of training, which has the progress of the phase.
@@ -174,7 +176,10 @@ def loss_of_pairs(
     It is the cross-entropy of labeled rows; plus the binary cross-entropy of pairs of
     unlabeled rows, the first in view 0 and the second in view 1; plus, with a rising
     weight, the sum over both heads of :func:`consistency_loss`, the mean squared
-    difference of the softmax outputs for two views, of all rows.
+    difference of the softmax outputs for two views, of all rows. That weight is the
+    constant ``consistency_weight`` times a factor that rises to 1 within the first
+    share ``rampup`` of the phase, see :func:`uno.methods.common.sigmoid_rampup`. All
+    workers call this.
 
     Args:
         state: The state of training, which has the progress of the phase.
@@ -207,7 +212,7 @@ def loss_of_pairs(
 def num_top(num_features: int) -> int:
     """Return the number of largest features that RS compares, for a number of features.
 
-    It is the authors' share of the features, 5 of 512, but at least 1.
+    It is the authors' share of the features, 5 of 512, rounded, but at least 1.
     """
     return max(1, round(TOP * num_features / OF))
 
@@ -238,7 +243,7 @@ def have_same_top_features(features: Tensor, others: Tensor, top: int) -> Tensor
     """
 
     def top_set(rows: Tensor) -> Tensor:
-        """Return (N, D), 1 at the largest features of each row and 0 elsewhere."""
+        """Return 1 at the ``top`` largest features of each row, and 0 elsewhere."""
         return torch.zeros_like(rows).scatter_(1, rows.topk(top, dim=1).indices, 1)
 
     return top_set(features) @ top_set(others).T > top - 0.5

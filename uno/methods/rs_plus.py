@@ -62,9 +62,11 @@ class RsPlus(Method):
         """Compute the loss of RS, plus the cross-entropy of pseudo-labels.
 
         The labeled rows train the joint head, and the pairs of unlabeled rows the
-        cluster head. Both heads must give equal outputs for two views. The weight of
-        the pseudo-labels is 0.05 times a factor that rises to 1 within the first share
-        ``rampup`` of the phase.
+        cluster head: :func:`uno.methods.rs.rank_loss`. Both heads must give equal
+        outputs for two views. The pseudo-labels come from view 0, for both views. Their
+        weight is 0.05 times a factor that rises to 1 within the first share ``rampup``
+        of the phase. The prototypes of the model are scaled to length one first, in
+        place. All workers call this.
 
         Args:
             state: The state of training, with the model.

@@ -124,7 +124,8 @@ class SimGcd(Method):
         rows. The contrastive terms are left out if the encoder is frozen. Unless the
         setting is "gcd", the targets of unlabeled rows are zero at known outputs, and
         with ``entropy_rows`` "unlabeled" the mean prediction is over novel outputs
-        alone.
+        alone. The prototypes of the model are scaled to length one first, in place. All
+        workers call this.
 
         Args:
             state: The state of training, with the model.
@@ -165,7 +166,9 @@ class SimGcd(Method):
     ) -> dict[str, Tensor]:
         """Set prototypes to means of classes and clusters, if the encoder is frozen.
 
-        With any other encoder this changes nothing.
+        They are those of :func:`uno.methods.common.cluster_centers`, of a sample of the
+        training rows. With any other encoder this changes nothing. All workers call
+        this; rank 0 clusters.
 
         Args:
             config: The configuration of the run.
@@ -197,11 +200,12 @@ class SimGcd(Method):
 def build_projection(num_features: int) -> nn.Sequential:
     """Build the projection for the contrastive terms: an MLP of three layers with GELU.
 
-    Both hidden layers have 2,048 units. Weights are drawn from a normal distribution
-    with the standard deviation 0.02, and biases are zero.
+    Both hidden layers have 2,048 units, and the last layer has 256 outputs. Weights are
+    drawn from a normal distribution with the standard deviation 0.02, truncated at -2
+    and 2, and biases are zero.
 
     Args:
-        num_features: The number of features that it maps to 256 outputs.
+        num_features: The number of features that the MLP takes.
     """
     widths = (num_features, HIDDEN, HIDDEN, PROJECTION)
     first, second, last = layers = [nn.Linear(*pair) for pair in pairwise(widths)]

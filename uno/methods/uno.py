@@ -36,7 +36,8 @@ class Uno(Method):
 
         If ``state.extra`` has a "queue", Sinkhorn assigns the unlabeled rows of the
         batch together with the rows of earlier batches in the queue, as soon as
-        :func:`uno.methods.extensions.past_logits` returns these.
+        :func:`uno.methods.extensions.past_logits` returns these. The prototypes of the
+        model are scaled to length one first, in place. All workers call this.
 
         Args:
             state: The state of training, with the model. The queue is updated.
@@ -110,8 +111,10 @@ class Uno(Method):
     ) -> dict[str, Tensor]:
         """Create an empty queue of projections for Sinkhorn, if the run has one.
 
-        The size Q of the queue in rows is ``objective.queue_size``. It is on the device
-        of the model.
+        The queue keeps the projections of Q = ``objective.queue_size`` unlabeled rows
+        of earlier batches, for each of V_large = ``augment.large.num_views`` views and
+        H = ``model.num_heads`` heads. A projection has P = ``model.projection_dim``
+        numbers. The queue is on the device of the model.
 
         Args:
             config: The configuration of the run.
@@ -119,8 +122,9 @@ class Uno(Method):
             train: The training data, which are not used.
 
         Returns:
-            "queue", zeros (V_large, H, Q, P), or (V_large, H, Q, 2P) with
-            overclustering heads. The mapping is empty if Q is 0.
+            "queue", zeros (V_large, H, Q, P); or (V_large, H, Q, 2P) with
+            overclustering heads, whose projections stand beside those of the cluster
+            heads. The mapping is empty if Q is 0.
         """
         size, num_families = config.objective.queue_size, 1 if model.over is None else 2
         if not size:

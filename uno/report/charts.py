@@ -110,7 +110,9 @@ def line_chart(
     """Compute the drawing of curves and marks in a line chart.
 
     Points of curves that are not finite, and curves without any other point, are left
-    out. Of a curve with more than 300 points 300 evenly spaced ones are drawn.
+    out. Of a curve with more than 300 points 300 are drawn, evenly spaced in their
+    order, with the first and the last one. The chart is 150 pixels high, and has ticks
+    at round numbers on the y axis (:func:`ticks`).
 
     Args:
         title: Title of the chart.
@@ -119,15 +121,17 @@ def line_chart(
         dots: Further marks, with finite positions in the units of the axes.
         x_range: The lower and upper end of the x axis; None for the smallest and the
             largest x of all points and marks.
-        y_range: The lower and upper end of the y axis; None for the smallest y of all
-            points and marks, or zero if that is smaller, and the largest y.
-        x_ticks: Pairs of an x value and its label on the x axis; None for round
-            whole numbers.
+        y_range: The lower and upper end of the y axis. None for an axis from zero, or
+            from the smallest y of all points and marks if that is negative, to the
+            largest y.
+        x_ticks: Pairs of an x value and its label on the x axis; None for those numbers
+            of :func:`ticks` that are whole.
         width: Width in pixels.
 
     Returns:
         The chart with all positions in pixels, or None if there is neither a finite
-        point nor a mark. An axis with equal ends is made one unit long.
+        point nor a mark. An axis whose upper end is not above the lower one is made one
+        unit long, from the lower end.
     """
     kept = [
         s._replace(points=[p for p in s.points if all(map(math.isfinite, p))])
@@ -146,11 +150,11 @@ def line_chart(
     )
 
     def at_x(x: float) -> float:
-        """Return the pixel of an x value, counted from the left."""
+        """Return the position of an x value in pixels from the left, to a tenth."""
         return round((x - x_low) / (x_high - x_low) * width, 1)
 
     def at_y(y: float) -> float:
-        """Return the pixel of a y value, counted from the top."""
+        """Return the position of a y value in pixels from the top, to a tenth."""
         return round(HEIGHT - (y - y_low) / (y_high - y_low) * HEIGHT, 1)
 
     lines = []
@@ -181,13 +185,15 @@ def line_chart(
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Return about five round numbers from one end of an axis to the other.
+    """Return round numbers for the ticks of an axis: all multiples of a round step.
 
-    They are all multiples of a step in the range, ends included, in ascending order.
-    The step is 1, 2 or 5 times a power of ten, and is near a quarter of the range.
+    The step is 1, 2 or 5 times a power of ten, the one that is nearest to a quarter of
+    the range. So there are two to eight numbers, in ascending order. An end of the
+    axis is one of them only if it is itself a multiple of the step: 0.3 to 1.9 gives
+    0.5, 1 and 1.5.
 
     Args:
-        low: The lower end.
+        low: The lower end of the axis.
         high: The upper end, larger than ``low``.
     """
     raw = (high - low) / 4
@@ -201,8 +207,8 @@ class Cell(NamedTuple):
     """A cell of a confusion matrix.
 
     Attributes:
-        row: Number of its row.
-        column: Number of its column.
+        row: Number of its row, from 0.
+        column: Number of its column, from 0.
         num_images: Number of images.
         share: Share of the images of the row, 0 to 1.
         is_match: Whether images of this cell count as correct.
@@ -221,9 +227,10 @@ class Matrix(NamedTuple):
     Attributes:
         title: Title of the drawing.
         rows: Names of the true classes.
-        columns: Names of the outputs, in the order of their matched classes.
+        columns: Names of the outputs, in the order of their matched classes. Outputs
+            without a matched class come last.
         cells: The cells that have images or count as correct.
-        num_known: Number of known classes, which come first in both.
+        num_known: Number of known classes, whose rows come first.
         side: Side of a cell in pixels.
         correct: Number of images that count as correct.
         total: Number of all images.
@@ -247,7 +254,8 @@ class Matrix(NamedTuple):
     def errors(self) -> list[Cell]:
         """The at most ten cells with the most images that do not count as correct.
 
-        They are in descending order of images, then in that of rows and columns.
+        They are in descending order of images, then in ascending order of rows and of
+        columns.
         """
         wrong = (cell for cell in self.cells if not cell.is_match)
         return sorted(wrong, key=lambda c: (-c.num_images, c.row, c.column))[:10]
@@ -263,8 +271,9 @@ def draw_matrix(
     """Compute the drawing of a confusion matrix as a heat map.
 
     Rows are the true classes in the given order. Columns are the outputs, first those
-    that are matched with a class, in the order of the classes, then all others. Names
-    are made printable and cut off after 120 characters.
+    that are matched with a class, in the order of the classes, then all others in the
+    given order. Names are made printable and cut off after 120 characters. Each cell
+    has its number of images, and its share of the images of its row.
 
     Args:
         title: Title of the drawing.
@@ -272,7 +281,8 @@ def draw_matrix(
         names: Two lists: the names of the true classes, and those of the outputs.
         matching: The output that is matched with each true class, int64 (R,); -1 if
             there is none. Images with this output count as correct.
-        num_known: Number of known classes, which come first in both lists.
+        num_known: Number of known classes, which come first in both lists. It is kept
+            in the drawing, for lines between known and novel classes.
 
     Returns:
         The drawing, or None if all counts are 0 or there are more than ``MAX_MATRIX``
@@ -322,18 +332,19 @@ def place_points(
 ) -> tuple[NDArray[np.int64], str] | None:
     """Compute a two-dimensional map of features, by PCA and then t-SNE.
 
-    The map keeps the ratio of width to height. This uses one thread. Features that are
-    NaN count as 0.
+    PCA keeps at most 50 dimensions. The perplexity of t-SNE is 30, or less for fewer
+    than 91 rows. The map is centered, and scaled alike in both directions. This uses
+    one thread. Features that are NaN count as 0.
 
     Args:
         features: Features (P, D).
         seed: Seed of PCA and t-SNE.
 
     Returns:
-        Coordinates (x, y) of the rows, int64 (P, 2), between 0 and ``EXTENT`` (1,000)
-        with a margin of 20; and a text that says how they were computed. None if there
-        are fewer than ``MIN_POINTS`` (10) rows, fewer than two features, or all rows
-        are practically the same.
+        Coordinates (x, y) of the rows, int64 (P, 2), from 20 to 980, in a drawing with
+        sides of ``EXTENT`` (1,000); and a text for people that says how they were
+        computed. A single None if there are fewer than ``MIN_POINTS`` (10) rows, fewer
+        than two features, or all rows are practically the same.
     """
     from sklearn.decomposition import PCA
     from sklearn.manifold import TSNE
@@ -368,7 +379,7 @@ class Group(NamedTuple):
     Attributes:
         class_index: The class, or -1 for rows without a true class.
         name: Its name.
-        kind: "known", "novel" or "none".
+        kind: "known", "novel", or "none" for rows without a true class.
         color: CSS class of its color.
         path: SVG path of the points.
         middle: Median (x, y) of the points.
@@ -400,7 +411,7 @@ def group_points(
 
     Returns:
         A group for each class that has a point, in the order of classes. Points without
-        a class, if any, are a first group with the name "no truth".
+        a class, if any, are a first group with the name "no truth" and the kind "none".
     """
     groups = []
     for index in np.unique(classes).tolist():

@@ -61,9 +61,10 @@ def warnings(setting: str, facts: RunData, findings: SampleSummary | None) -> Wa
 def _class_sizes(clusters: Sequence[Cluster]) -> Warnings:
     """Warn if discovered classes are almost empty or very unequal in size.
 
-    A class is almost empty if it has at most 2% of an equal share of the images. Sizes
-    are very unequal if the largest class has more than three times the images of the
-    smallest class that is not almost empty.
+    A class is almost empty if it has at most 2% of an equal share of the images, where
+    an equal share counts as at least one image. Sizes are very unequal if the largest
+    class has more than three times the images of the smallest class that is not almost
+    empty.
 
     Args:
         clusters: The discovered classes, at least one.
@@ -100,7 +101,9 @@ def _no_better_than_clustering(facts: RunData) -> Warnings:
     If there are metrics of generalized category discovery (GCD), the accuracy on all
     unlabeled training images is compared, else the task-aware accuracy on training
     images of novel classes. The run has the mean accuracy of its heads. It is compared
-    with the best of the clusterings whose accuracy the metrics have.
+    with the best of the clusterings of the encoder's features whose accuracy the
+    metrics have: k-means, spectral clustering and, for GCD, k-means with labeled images
+    fixed to their classes.
 
     Args:
         facts: Metrics that the run directory records. Without both accuracies there is
@@ -131,6 +134,8 @@ def _no_better_than_clustering(facts: RunData) -> Warnings:
 
 def _unfinished_phases(facts: RunData) -> Warnings:
     """Warn of training phases that stopped early, and of skipped training steps.
+
+    A step is skipped in training if its gradients are not finite.
 
     Args:
         facts: The training history that the run directory records. Its last line of a

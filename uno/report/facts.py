@@ -27,13 +27,19 @@ class RunData:
     """The content of a run directory, except for its model.
 
     Attributes:
-        metrics: The metrics of the run, flat.
-        environment: Command, versions and hardware.
-        journal: The lines of ``metrics.jsonl``, in order.
-        bad: Identifier and reason of each image that could not be read.
+        metrics: The metrics of the run, finite numbers by key, such as
+            "train/novel/task_aware/acc/avg".
+        environment: The content of ``environment.json``: among others the command,
+            versions and hardware, by name.
+        journal: The lines of ``metrics.jsonl``, in order. Each has values by name.
+        bad: Name and reason of each image that could not be read, as ``(name,
+            reason)``. The name is the identifier of its row, followed by its path in
+            parentheses if the path is known and tells more, see
+            :func:`uno.data.unreadable.name_bad`.
         config_yaml: The stored configuration as text.
-        estimate: The estimated number of classes, empty without an estimate.
-        unreadable: Names of damaged files.
+        estimate: The content of ``estimate.json``, the estimated number of novel
+            classes; empty without an estimate.
+        unreadable: Names of the files above that could not be read or parsed.
     """
 
     metrics: dict[str, float] = field(default_factory=dict)
@@ -64,8 +70,9 @@ class RunData:
         """Return the cluster loss of each head after each epoch of discovery.
 
         Lines of ``metrics.jsonl`` without losses of heads, which are those within an
-        epoch, are left out. So are lines with a loss that is not a finite number, and
-        lines with another number of heads than the last of the others has.
+        epoch, are left out. So are lines with a loss that is not a finite number. Of
+        the remaining lines, those with another number of heads than the last one are
+        left out, too.
 
         Returns:
             A list for each remaining line, in order, with one loss for each head.
@@ -82,9 +89,10 @@ def read_facts(storage: Storage, metrics: Mapping[str, float] | None = None) -> 
 
     Missing files count as empty. So do files that cannot be read or parsed, but their
     names are recorded in the attribute ``unreadable`` of the result. No error is raised
-    for either. Metrics that are not finite numbers are left out. So are lines of
-    ``metrics.jsonl`` in which the step, the total number of steps, the epoch or the
-    number of skipped steps is there and is not a finite number.
+    for either. Metrics that are not finite numbers are left out. So are lines that are
+    no JSON objects, and lines of ``metrics.jsonl`` in which the step, the total number
+    of steps, the epoch or the number of skipped steps is there and is not a finite
+    number.
 
     Args:
         storage: The run directory.
@@ -92,7 +100,10 @@ def read_facts(storage: Storage, metrics: Mapping[str, float] | None = None) -> 
             reads the file ``metrics.json``.
 
     Returns:
-        The content of the files: metrics, environment, training history and others.
+        The metrics, the environment, the training history (the lines of
+        ``metrics.jsonl``), the images that could not be read, the configuration as
+        text, the estimate of the number of classes, and the names of the files that
+        could not be read.
     """
     unreadable: list[str] = []
 

@@ -24,14 +24,16 @@ class Cluster:
         name: The name of the class.
         count: Number of rows.
         confidence: Median probability that the model gives this class on the rows, 0 to
-            1.
+            1; NaN without rows.
         agreement: Mean share of the cluster heads that assign a row to this class, 0 to
-            1.
-        majority: The most frequent true class of the rows and its share; None if no row
-            has a true class.
-        like_known: The output of the most similar known class, and the cosine; None if
-            no known class, or not this class itself, has sampled rows.
-        like_novel: The same of the most similar other discovered class.
+            1; NaN without rows.
+        majority: The name of the most frequent true class of the rows, and its share of
+            the rows that have a true class; None if no row has one.
+        like_known: The output of the most similar known class, and the cosine of both
+            (:func:`class_similarity`); None if no known class, or not this class
+            itself, has sampled rows.
+        like_novel: The same of the most similar other discovered class, which may be
+            one that the user dropped.
     """
 
     output: int
@@ -48,8 +50,8 @@ class Cluster:
 class SampleSummary:
     """A summary of a model's predictions for a sample of M rows.
 
-    Means, medians and shares are over the unlabeled training rows, and NaN if there are
-    none.
+    Means, medians and shares are over the unlabeled training rows of the sample, and
+    NaN if there are none. Only ``agreement`` has a share for each of the M rows.
 
     Attributes:
         truth: True class (M,) as an index into the known and then the novel classes, or
@@ -57,8 +59,8 @@ class SampleSummary:
         unlabeled: Mask (M,) of the unlabeled training rows.
         agreement: For each row the share of the cluster heads that assign it to the
             class of the best head, (M,).
-        head_agreement: For each head the mean share (H,) of the other heads that assign
-            a row to the same output, NaN for a single head.
+        head_agreement: For each of H heads the mean share of the other heads that
+            assign a row to the same output as this one; NaN for a single head.
         clusters: The discovered classes that are neither merged nor dropped.
         num_unlabeled: Number of unlabeled training rows.
         mean_agreement: Mean of ``agreement``.

@@ -27,9 +27,10 @@ def render(
 ) -> str:
     """Render an HTML page that forbids every request and every script but its own.
 
-    The template also gets the style sheet, the script, its hash for the page's content
-    security policy, and the present local time: ``style``, ``script``, ``script_hash``
-    and ``generated``.
+    The template ``base.html``, which others extend, states this as the page's content
+    security policy. The template also gets the style sheet ``report.css``, the script,
+    its hash for this policy, and the present local time: ``style``, ``script``,
+    ``script_hash`` and ``generated``. The first two are not escaped.
 
     Args:
         template: File name of the template.

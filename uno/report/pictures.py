@@ -30,8 +30,8 @@ class Tile(NamedTuple):
     Attributes:
         row: Index of the row in the sample of rows that the report shows.
         uri: The thumbnail as a data URI, or an empty string for rows without pictures.
-        text: The caption of the thumbnail; for rows without pictures their text or
-            identifier.
+        text: The caption of the thumbnail, or an empty string; for rows without
+            pictures their text or identifier.
     """
 
     row: int
@@ -40,7 +40,7 @@ class Tile(NamedTuple):
 
 
 class Preview(NamedTuple):
-    """The most confident members of a class, for a table.
+    """The most confident members of a class, for a table of classes.
 
     Attributes:
         uri: One picture with the members side by side, as a data URI; an empty string
@@ -57,7 +57,9 @@ class Preview(NamedTuple):
 class Album:
     """Draws the members of classes as thumbnails.
 
-    Each class has at most ``max_tiles`` tiles. They are evenly spaced in confidence.
+    Each class has at most ``max_tiles`` tiles. If it has more members, those are drawn
+    that are evenly spaced in the order of confidence. The headers of some images are
+    read when an object is made.
 
     Args:
         rows: The rows of the run.
@@ -69,9 +71,15 @@ class Album:
 
     Attributes:
         has_pictures: Whether rows have pictures. Other rows are shown as text.
-        side: Side of a thumbnail in pixels.
-        max_tiles: Largest number of thumbnails of a class.
-        is_whole: Whether all members are drawn.
+        side: Side of a thumbnail in pixels: 160, or the median of the shorter sides of
+            up to 24 images if that is less.
+        max_tiles: Largest number of thumbnails of a class: 2,000 divided by the number
+            of ``groups`` and rounded down, but at least 1.
+        is_whole: Whether all members of all classes are drawn.
+
+    Raises:
+        StorageError: An image's file cannot be read now, but perhaps later.
+        ConfigError: A file that holds many images cannot be read.
     """
 
     def __init__(
@@ -109,6 +117,10 @@ class Album:
             Thumbnails of all members, or of ``max_tiles`` of them that are evenly
             spaced in the order of confidence. Rows without pictures have a text
             instead.
+
+        Raises:
+            StorageError: An image's file cannot be read now, but perhaps later.
+            ConfigError: A file that holds many images cannot be read.
         """
         ranked = self._ranked(members)
         if len(ranked) > self.max_tiles:
@@ -124,8 +136,13 @@ class Album:
 
         Returns:
             One picture with at most ``NUM_PREVIEWED`` (6) members side by side, the
-            most confident first. For rows without pictures, the texts of at most
-            ``NUM_TEXTS`` (2) members. A class without members has neither.
+            most confident first, as squares of at most 28 pixels, and their number. For
+            rows without pictures, the texts of at most ``NUM_TEXTS`` (2) members. A
+            class without members has neither.
+
+        Raises:
+            StorageError: An image's file cannot be read now, but perhaps later.
+            ConfigError: A file that holds many images cannot be read.
         """
         ranked = self._ranked(members)[:NUM_PREVIEWED]
         if not self.has_pictures:
@@ -147,6 +164,10 @@ class Album:
         Returns:
             The picture as a data URI, and the side of one thumbnail in pixels; or
             ``("", 0)`` for rows without pictures.
+
+        Raises:
+            StorageError: An image's file cannot be read now, but perhaps later.
+            ConfigError: A file that holds many images cannot be read.
         """
         if not self.has_pictures:
             return "", 0
@@ -172,7 +193,8 @@ class Album:
             side: Side of the squares in pixels.
 
         Returns:
-            Pixels uint8 (n, 3, side, side), black for images that cannot be decoded.
+            Pixels uint8 (n, 3, side, side) in RGB, black for images that cannot be
+            decoded.
         """
         assert self._images is not None
         images = self._images.take(positions)

@@ -70,6 +70,7 @@ def write_report(
         StorageError: The report cannot be written, or the storage fails while images
             are read for their thumbnails. Damaged files of the run raise no error; the
             report names them.
+        ConfigError: A file that holds many images cannot be read for thumbnails.
     """
     run_data = facts.read_facts(storage, metrics)
     values = run_data.metrics
@@ -128,9 +129,10 @@ def open_task(config: Config, storage: Storage) -> tuple[Task | None, str]:
 
     Returns:
         The rows with their classes and splits, and an empty string; or None and a
-        sentence that says why the data cannot be shown. Either it cannot be read; or it
-        has changed since the run: an image was modified, or the fingerprint of the data
-        differs from the recorded one, if there is one.
+        sentence that says why the data cannot be shown. Either it cannot be read, or
+        does not suit the configuration; or it has changed since the run: an image
+        was modified, or the fingerprint of the data differs from the recorded one, if
+        there is one.
 
     Raises:
         StorageError: The recorded fingerprint or the stored modification times of the
@@ -154,9 +156,15 @@ def _predicted_parts(
 ) -> dict[str, Any]:
     """Return the values of the report's template that show predictions, by name.
 
-    They are, among others, a card with pictures for each class, discovered ones in
-    descending order of size; the confusion matrix and the t-SNE map, each None if it
-    cannot be drawn; and ``data``, which the JavaScript of the page reads.
+    ``sample``, ``findings`` and ``album`` are the sample, its summary and the drawer of
+    its thumbnails. ``true_names`` has the names of the true classes. ``cards`` and
+    ``known_cards`` have a card with pictures for each class, discovered ones in
+    descending order of size; ``rejected`` is the card of the dropped classes, or None
+    if it would be empty. ``fates`` has for each discovered class a text that says
+    whether the user merged or dropped it, or is empty. ``matrix`` and ``map`` are the
+    confusion matrix and the t-SNE map, each None if it cannot be drawn. ``data`` has
+    the points of the map and the editable classes, which the JavaScript of the page
+    reads.
 
     Args:
         task: The rows of the run.
@@ -187,8 +195,9 @@ def _predicted_parts(
             Values by name. ``off`` has the indices in the sample of the members that
             seem wrong: the data says their true class, and it is another one than this
             class, or for a discovered class than the true class of its majority. It is
-            empty for ``REJECTED``. ``preview`` shows members of a discovered class, and
-            labeled rows of a known class.
+            empty for ``REJECTED``, whose name the caller replaces. ``preview`` shows
+            members of a discovered class, labeled rows of a known class, and nothing
+            for ``REJECTED``.
         """
         rows, expected = members[output], output
         if cluster is not None:
@@ -234,11 +243,15 @@ def _predicted_parts(
 def _editable_classes(sample: Sample) -> dict[str, Any] | None:
     """Return the output classes for the editor in the page, where a user renames them.
 
+    Args:
+        sample: The sample, which has the classes and the hash of the model.
+
     Returns:
-        ``model``, the hash of the model; and ``entries``, for each class its index,
-        name, displayed name, kind ("known" or "novel"), and the index of the class that
-        it is merged into (its own if it is not merged, None if it is dropped). None if
-        the model has no hash, because it is that of an unfinished run.
+        ``model``, the hash of the model; and ``entries``, for each known and novel
+        class a tuple of its index, name, displayed name (at most 60 printable
+        characters), kind ("known" or "novel"), and the index of the class that it is
+        merged into (its own if it is not merged, None if it is dropped). A single None
+        if the model has no hash, because it is that of an unfinished run.
     """
     if not sample.model_hash:
         return None
@@ -284,9 +297,9 @@ def _confusion_matrix(
 ) -> charts.Matrix | None:
     """Draw the confusion matrix of all classes, with their joint matching.
 
-    Labeled rows count with their label as true class. Columns are the classes that the
-    user neither merged nor dropped and, if a class was dropped, a last one for the rows
-    of all dropped classes, which are correct for no class.
+    Labeled rows count, too. Columns are the classes that the user neither merged nor
+    dropped and, if a class was dropped, a last one for the rows of all dropped classes,
+    which are correct for no class.
 
     Args:
         task: The rows of the run.
@@ -339,10 +352,11 @@ def _map(
     Returns:
         Three values by name. ``caption`` says how the map was computed. ``layers`` has
         the points grouped by true class ("true", only if a row of the sample has a
-        novel true class) and by predicted class ("predicted"). ``points`` has
-        coordinates, classes and pictures for the JavaScript of the page. None if
-        :func:`uno.report.charts.place_points` cannot place the points: there are too
-        few rows or features, or all features are the same.
+        novel true class) and by predicted class ("predicted", in which dropped classes
+        are one). ``points`` has coordinates, classes and pictures for the JavaScript of
+        the page. A single None if :func:`uno.report.charts.place_points` cannot place
+        the points: there are too few rows or features, or all rows are practically the
+        same.
     """
     chosen = charts.choose_points(len(sample.index), seed)
     placed = charts.place_points(sample.features[chosen], seed)
@@ -363,7 +377,8 @@ def _map(
         Args:
             classes: The class of each point, int64 (P,); -1 if it is not known.
             names: Names of the classes, known ones first.
-            novel_colors: For each novel class a number that decides its color.
+            novel_colors: For each novel class a number that decides its color: the
+                remainder of its division by the number of colors (10).
         """
         colors = known_colors + [color % charts.COLORS for color in novel_colors]
         return charts.group_points(classes, names, num_known, colors, xy)

@@ -155,15 +155,21 @@ def open_model(
 ) -> Classifier:
     """Load the model of a run: the finished model, or else the newest checkpoint.
 
-    The finished model is left aside if its files are damaged, or if its known classes
-    are not those of ``task``. A model from a checkpoint has no hash and no alignment of
-    its heads, and its classes have their first names.
+    The newest checkpoint of discovery is loaded if there is no finished model, if its
+    files are damaged, or if the names of its known classes are not those of ``task``. A
+    model from a checkpoint has no hash and no alignment of its heads. Its discovered
+    classes have their first names, such as ``novel-1``, and none is merged or dropped.
 
     Args:
         config: The configuration of the run.
         storage: The run directory.
-        task: The rows of the run, which tell the known classes.
+        task: The rows of the run, which tell the known classes and, for a checkpoint,
+            the number of novel ones.
         device: The device for the model.
+
+    Returns:
+        The model, with its network in eval mode on the device, its output classes and
+        its best head.
 
     Raises:
         StorageError: The directory has no valid checkpoint of discovery either.
@@ -203,6 +209,7 @@ def score_sample(task: Task, model: Classifier, decode: Decode) -> Sample:
     Raises:
         ValueError: None of the drawn images can be read.
         StorageError: An image's file cannot be read now, but perhaps later.
+        ConfigError: A file that holds many images, such as a tar shard, cannot be read.
     """
     best_head = model.best_head
     limit = MAX_ROWS_CPU if model.size <= 64 else MAX_ROWS_CPU_LARGE

@@ -52,7 +52,7 @@ class Row(NamedTuple):
 
         Args:
             split: "train" or "test".
-            group: The group of images, such as "known" or "novel".
+            group: The group of images, a key of :attr:`Table.groups` such as "known".
             which: "avg" for the mean over the heads, or "best" for the best head.
 
         Returns:
@@ -96,6 +96,9 @@ class Table(NamedTuple):
 
     def columns(self, values: Mapping[str, float]) -> dict[str, list[str]]:
         """Return for each split the groups of images with a value in at least one row.
+
+        For a metric that depends on the head, only the key of the mean over the heads
+        ("avg") counts.
 
         Args:
             values: The metrics of a run, by key.
@@ -241,12 +244,17 @@ def has_several_heads(values: Mapping[str, float]) -> bool:
 def format_table(values: Mapping[str, float]) -> str:
     """Format the main metrics of a run as text of at most 80 columns.
 
-    The tables of :func:`filled_tables` follow each other, with their rows for the
-    console that have a value (``in_console``), and the lines of the legend. The numbers
-    are in percent with one decimal, and a missing number is left blank. "train" and
-    "test" have columns if any key begins with the name of the split. If any metric
-    differs between the mean over the heads and the best head, each metric that depends
-    on the head has two rows, "avg" and "best". Otherwise it has one, for the mean.
+    The first line has the titles of the splits. The tables of :func:`filled_tables`
+    follow, each with its title, the titles of its groups, a line of dashes, and those
+    rows for the console (``in_console``) that have a value. The numbers are in percent
+    with one decimal, and a missing number is left blank. "train" and "test" have
+    columns if any key begins with "train/" or "test/". If any metric differs between
+    the mean over the heads and the best head, each metric that depends on the head has
+    two rows, "avg" and "best". Otherwise it has one, for the mean.
+
+    The last lines are the legend. They explain "avg" and "best" if any metric differs
+    between them, then the word "strict", and then k-means and spectral clustering if
+    any key begins with "baseline/".
 
     Args:
         values: The metrics of the run, by key, as fractions.
@@ -260,7 +268,10 @@ def format_table(values: Mapping[str, float]) -> str:
     several = has_several_heads(values)
 
     def line(name: str, cells: list[str]) -> str:
-        """Join the title of a row and its cells, one text for each split, to a line."""
+        """Join the title of a row and its cells, one text for each split, to a line.
+
+        The title is padded to 32 characters, and `` |`` stands before each cell.
+        """
         return f"{name:<32}" + "".join(f" |{cell}" for cell in cells)
 
     def cell(key: str) -> str:

@@ -45,7 +45,8 @@ def export_predictions(
     Args:
         storage: The run, or the output directory of ``uno predict``.
         target: The directory of the files.
-        format: A key of :data:`TABLES` or :data:`ANNOTATIONS`.
+        format: A key of :data:`TABLES`, "csv" or "h5ad", or a key of
+            :data:`ANNOTATIONS`, "label-studio", "fiftyone" or "cvat".
         images: The folder or URL of the images as the tool sees it, to which the ids of
             the images are appended. None for the path of each image itself (for "cvat",
             its id). Tables ignore it.
@@ -76,13 +77,17 @@ def export_predictions(
 def read_predicted(storage: Storage) -> Iterator[dict[str, Any]]:
     """Yield the images of complete predictions that could be read, in row order.
 
+    The caller makes sure that the predictions are complete.
+
     Args:
-        storage: The directory of the predictions.
+        storage: The directory above the folder ``predictions``: a run, or the output
+            directory of ``uno predict``.
 
     Yields:
         For each image its "id", "uri" (its path or URI, None if it has no file of its
-        own), "class_name", "kind" ("known", "novel" or "rejected"), "probability" (0-1)
-        and "status" ("ok").
+        own), predicted "class_name", "kind" ("known", "novel", or "rejected" if the
+        user dropped the predicted class), the "probability" of that class (0-1), and
+        "status", which is "ok".
 
     Raises:
         StorageError: A file is missing or damaged.
@@ -101,7 +106,8 @@ def locate_image(row: Mapping[str, Any], images: str | None) -> str:
             for the "uri" of the row.
 
     Raises:
-        ConfigError: The image is inside a table or an archive, and ``images`` is None.
+        ConfigError: The row has no "uri", because its image has no file of its own, and
+            ``images`` is None.
     """
     if images is not None:
         name = quote(row["id"]) if "://" in images else row["id"]
@@ -121,7 +127,6 @@ def write_label_studio(
 
     No file is written. Absolute local paths become URLs of Label Studio's local files
     with the document root ``/``.
-    Label Studio keeps the ``data`` of each task that it exports, and so the id.
 
     Args:
         rows: The images, with the keys of :func:`read_predicted`: "id", "uri",
@@ -130,7 +135,12 @@ def write_label_studio(
             are appended. None for the "uri" of each row.
 
     Returns:
-        The contents of ``label-studio.json`` and ``label-studio.xml``, by name.
+        The contents of two files, by name. ``label-studio.json`` has a task for each
+        image. The ``data`` of a task are the address of the image, its id
+        ("image_id") and its kind; its prediction is the class, with the probability
+        as score. Label Studio exports the ``data`` with the labels, so a label can be
+        assigned to the row by the id. ``label-studio.xml`` is the labeling
+        configuration, with a single choice among all class names of the rows.
 
     Raises:
         ConfigError: ``images`` is None, and a row has no "uri".
@@ -182,9 +192,12 @@ def write_fiftyone(
             are appended. None for the "uri" of each row.
 
     Returns:
-        The contents of two files, by name. ``fiftyone/data.json`` has the path of each
-        image, and ``fiftyone/labels.json`` its predicted class with the probability as
-        confidence.
+        The contents of two files, by name. In both the key of an image is its position
+        in ``rows``, with eight digits. ``fiftyone/data.json`` has the path of each
+        image. ``fiftyone/labels.json`` has its predicted class as label, the
+        probability as confidence, and as attributes the id ("image_id"), the kind, and
+        the class once more ("predicted"), by which a label that a person changes is
+        recognized later.
 
     Raises:
         ConfigError: ``images`` is None, and a row has no "uri".
@@ -213,10 +226,11 @@ def write_fiftyone(
 def write_cvat(
     rows: Iterable[Mapping[str, Any]], images: str | None
 ) -> dict[str, bytes]:
-    """Format tags of images as "CVAT for images 1.1".
+    """Format predicted classes as tags of images, as "CVAT for images 1.1".
 
-    CVAT finds an image by its name in the task. No file is written, but the header of
-    each image file is read.
+    A tag has the class as label, the source "auto", by which it differs from the tags
+    of people, and the attributes probability and kind. CVAT finds an image by its name
+    in the task. No file is written, but the header of each image file is read.
 
     Args:
         rows: The images, with the keys of :func:`read_predicted`: "id", "uri",
@@ -226,7 +240,8 @@ def write_cvat(
             the name is the id.
 
     Returns:
-        The content of ``cvat.xml``, by name.
+        The content of ``cvat.xml``, by name. It also lists the class names of the rows
+        as labels.
     """
     root = ElementTree.Element("annotations")
     ElementTree.SubElement(root, "version").text = "1.1"
@@ -258,12 +273,14 @@ def write_cells(storage: Storage, target: Storage) -> str:
 
     The ids of the rows are the names of the cells. The other columns of the predictions
     except class_index and uri are columns of ``obs``, under the same names; class_name,
-    kind and the scores are missing where a row could not be read. Embeddings are in
-    ``obsm["X_uno"]``, if ``uno predict --embedding`` has written them, with NaN for
-    rows that could not be read. A file of this name is replaced.
+    kind and the scores are missing where a row could not be read. The embeddings, which
+    are the encoder's features, are in ``obsm["X_uno"]`` as float32 (N, D) if ``uno
+    predict --embedding`` has written them, with NaN for rows that could not be read. A
+    file of this name is replaced.
 
     Args:
-        storage: The directory with the predictions, which must be complete.
+        storage: The directory above the folder ``predictions``: a run, or the output
+            directory of ``uno predict``. The predictions must be complete.
         target: The directory of the file.
 
     Returns:
@@ -305,9 +322,10 @@ def count_labels(
         labels: The id or path of an image -> its class.
 
     Returns:
-        Index of a predicted class -> label -> the number of images. A dropped class
-        counts the images that were rejected because of it. A class without such images
-        is left out, so the result can be empty.
+        Index of a predicted class -> label -> the number of images. Images of a class
+        that was merged before the prediction count for its target. A dropped class
+        counts the images that were rejected because of it. A class without images that
+        count is left out, so the result can be empty.
 
     Raises:
         ConfigError: No label is of an image of the predictions.
@@ -343,8 +361,8 @@ def measure_image(path: str | None) -> dict[str, str]:
         path: The path or URI of the file; None for an image without a file.
 
     Returns:
-        "width" and "height" in pixels, as text. Empty for None, and if the file cannot
-        be read.
+        "width" and "height" in pixels, as text, before an EXIF orientation is applied.
+        Empty for None, and if the file cannot be read.
     """
     if path is None:
         return {}
@@ -387,11 +405,12 @@ The function writes all predictions of the first directory to this file of the s
 def update_tables(storage: Storage) -> list[str]:
     """Write ``predictions.csv`` and ``predictions.h5ad`` of a run again if they exist.
 
-    Args:
-        storage: The run, whose predictions have changed and are complete.
+    If h5py is not installed, ``predictions.h5ad`` stays as it is, and a warning is
+    logged.
 
-    A warning is logged if ``predictions.h5ad`` cannot be written because h5py is not
-    installed.
+    Args:
+        storage: The run, whose predictions have changed and are complete. The files are
+            in the run directory.
 
     Returns:
         The names of the files that existed and were replaced.

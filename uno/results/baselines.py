@@ -38,7 +38,8 @@ class FeatureRows(NamedTuple):
 
     Attributes:
         features: Features of the encoder, (N, D).
-        truth: True classes, int64 (N,); known classes come first.
+        truth: Index of the true class of each row, int64 (N,). The indices of known
+            classes are smaller than those of novel classes.
     """
 
     features: Tensor
@@ -49,7 +50,7 @@ class Baseline(NamedTuple):
     """One clustering of rows that still has to be computed, and how it is scored.
 
     Attributes:
-        job: Computes the cluster of each row, int64 (N,), on one rank.
+        job: Computes the cluster of each row that is scored, int64 (N,), on one rank.
         score: Computes metrics by key from the clusters (N,), on all ranks.
     """
 
@@ -133,6 +134,10 @@ def baselines(
         also :func:`generalized_baselines`. Each is left out if too few rows could be
         read: fewer rows of novel classes than novel clusters, or fewer unlabeled rows
         than known and novel classes, or no labeled row.
+
+    Raises:
+        StorageError: An image's file cannot be read now, but perhaps later.
+        ConfigError: A file that holds many images, such as a tar shard, cannot be read.
     """
     found, (enough, mixed) = list[Baseline](), _has_enough_rows(config, train, rows)
     if enough:
@@ -206,8 +211,10 @@ def spectral_clusters(
 ) -> Tensor:
     """Cluster rows by spectral clustering of the graph of their nearest neighbors.
 
-    The graph is that of the leading principal directions of the features, scaled to
-    length one. Of 10 starts of k-means the best counts.
+    The features of all rows are projected to their leading principal directions (at
+    most 256) and scaled to length one. The graph links each row that is clustered to
+    its 10 nearest neighbors by cosine. k-means clusters the spectral coordinates of the
+    graph, and of 10 starts the best counts.
 
     Args:
         features: Features (N, D) of labeled and unlabeled rows, D numbers each.
@@ -307,12 +314,13 @@ def generalized_baselines(
 
         Args:
             setting: "gcd" to fix the labeled rows to the known classes, "ncd" to use
-                them only for the mean by which all rows are centered.
-            num_novel: The number of novel clusters. Without fixed rows all clusters are
-                novel.
+                them only for the mean by which the unlabeled rows are centered.
+            num_novel: The number of novel clusters. In the setting "ncd" there are no
+                others.
 
         Returns:
-            Clusters (N_u,). In the setting "gcd" the known classes come first.
+            Clusters of the unlabeled rows, int64 (N_u,), numbered from 0. In the
+            setting "gcd" the known classes come first.
         """
         return cluster_features(
             unlabeled, labeled, labels, num_novel, setting, config.seed
@@ -320,6 +328,8 @@ def generalized_baselines(
 
     def score_mixed(path: str, clusters: Tensor) -> dict[str, float]:
         """Return the GCD accuracies of clusters as fractions.
+
+        All classes are matched one to one with all clusters.
 
         Args:
             path: The prefix of the keys, such as "baseline/kmeans/gcd".
@@ -356,8 +366,9 @@ def read_features(config: Config, model: UnoModel, rows: EvalData) -> FeatureRow
     """Compute the features of rows on all workers; each worker reads a share.
 
     All workers must call this. At most ``MAX_BASELINE_ROWS`` (50,000) rows are used,
-    evenly spaced. Of streamed images at most 20,000 are used, and images that are
-    stored together are chosen together. Rows that cannot be read are left out.
+    evenly spaced. Of images that are decoded while they are evaluated (streamed), at
+    most 20,000 are used, and images that are stored together are chosen together. Rows
+    that cannot be read are left out.
 
     Args:
         config: The configuration of the run, which has the batch size.
@@ -370,6 +381,7 @@ def read_features(config: Config, model: UnoModel, rows: EvalData) -> FeatureRow
 
     Raises:
         StorageError: An image's file cannot be read now, but perhaps later.
+        ConfigError: A file that holds many images, such as a tar shard, cannot be read.
     """
     (chosen,) = rows.choose_rows(MAX_BASELINE_ROWS)
     batches, load = rows.plan_reading([chosen], config.train.eval_batch_size)

@@ -74,8 +74,8 @@ class ModelClasses(BaseModel):
         alignment: Which clusters of different heads are the same class: for each head
             and each cluster of the best head the corresponding cluster, H lists of K;
             None if it is not known.
-        encoder_code: Hashes of the Python modules of an encoder that is the user's
-            callable.
+        encoder_code: If the encoder is the user's callable, the SHA-256 of each of its
+            Python modules, by the name of the module. None for other encoders.
         measured: The hash of the merges and drops that the metrics of the run belong
             to; None for classes of which none was merged or dropped.
     """
@@ -96,8 +96,9 @@ class ModelClasses(BaseModel):
             The object itself, as pydantic requires.
 
         Raises:
-            ValueError: They are not, a class is merged into a class that does not
-                exist, or all known and novel classes are merged or dropped.
+            ValueError: The classes are numbered or ordered in another way, a class is
+                merged into a class that does not exist, there is no class, or all known
+                and novel classes are merged or dropped.
         """
         kinds = [c.kind for c in self.classes]
         targets = (None, *range(len(kinds)))
@@ -157,8 +158,8 @@ def first_classes(known: Sequence[str], num_novel: int) -> list[OutputClass]:
     """Return the output classes of a model that was just trained.
 
     Discovered classes are named ``novel-1``, ``novel-2`` and so on. A name that a known
-    class already has, also in another case, is skipped, and the next number is taken.
-    No class is merged or dropped.
+    class already has, also in another case or Unicode form, is skipped, and the next
+    number is taken. No class is merged or dropped.
 
     Args:
         known: The names of the known classes, by index.
@@ -175,8 +176,9 @@ def prediction_labels(classes: Sequence[OutputClass]) -> list[tuple[str, str]]:
     """Return the name and the kind that predictions give to the rows of each class.
 
     Rows of all dropped classes have the kind "rejected" and the name "rejected". If a
-    class that was not dropped has this name, also in another case, the name is
-    "rejected-1" and so on. A merged class keeps its own name and kind here.
+    class that was not dropped has this name, also in another case, the name is the
+    first free one of "rejected-1", "rejected-2" and so on. A merged class has its own
+    name and kind here, but no row is predicted as it.
 
     Args:
         classes: All output classes of the model, by index.
@@ -362,8 +364,9 @@ def apply_edits(
 ) -> list[OutputClass]:
     """Apply the names and actions of an edited ``classes.yaml`` to the classes.
 
-    The actions replace former merges and drops of discovered classes. ``classes`` are
-    not changed.
+    The actions replace former merges and drops of discovered classes. The NAME in
+    "merge into NAME" is that of a known class, or the name that the file gives to a
+    kept class. ``classes`` are not changed.
 
     Args:
         data: The content of ``classes.yaml``.
@@ -378,8 +381,8 @@ def apply_edits(
         ConfigError: The file is no such YAML file or belongs to another model; a
             discovered class has no entry, or two; an entry is of no discovered class; a
             name or an action is invalid; a kept class has the name of another kept or
-            known class, also in another case; a class is merged into none of these; or
-            all discovered classes are dropped. The message has one line.
+            known class, also in another case or Unicode form; NAME is no known and no
+            kept class; or all discovered classes are dropped. The message has one line.
     """
     tree = parse_yaml(data, where)
     if tree.get("model") != model_hash:
@@ -446,6 +449,8 @@ def _index_kept_names(
     edits: Mapping[int, ClassEdit], classes: Sequence[OutputClass]
 ) -> dict[str, int]:
     """Return the index of every known and every kept class by its name.
+
+    A kept class is a discovered class with the action "keep". It has its new name.
 
     Args:
         edits: The entry of each discovered class in ``classes.yaml``, by index.
@@ -542,10 +547,11 @@ def name_classes(
     A class gets the label of more than half of its labeled images. If that is the name
     of a known class, or of a discovered class that is kept and gets no label itself,
     the class is merged into that one and keeps its own name. Of several discovered
-    classes with another label in common, the one with the most such images is kept, and
-    the others are merged into it. A class without such a label, and a class that is
-    merged or dropped already, gets no name. Classes that were merged into a class
-    follow it if it is merged now.
+    classes with another label in common, the one with the most such images is kept (of
+    equal ones the one with the lowest index), and the others are merged into it. A
+    class without a label of more than half of its images, and a class that is merged or
+    dropped already, gets no name. Classes that were merged into a class follow it if it
+    is merged now.
 
     Args:
         classes: All classes of the model. They are not changed.
@@ -554,7 +560,10 @@ def name_classes(
 
     Returns:
         All classes with their new names and targets; and a line of text for each
-        discovered class with labeled images that is neither merged nor dropped already.
+        discovered class with labeled images that is neither merged nor dropped already,
+        in the order of ``labels``. The line has the present name of the class, its most
+        frequent label with the number of these and of all labels, and says so if they
+        are not more than half.
     """
     named, lines = list(classes), list[str]()
     majority = dict[int, tuple[str, int]]()

@@ -90,11 +90,11 @@ class Settings:
     are fixed to one cluster each.
 
     Attributes:
-        num_splits: Number of splits of the known classes into probe classes and others.
-            An encoder is pretrained for each.
+        num_splits: Number of splits of the known classes into probe classes and others,
+            but at most one for each class. An encoder is pretrained for each.
         max_novel: Largest number of novel classes that is tried; None for the number of
             known classes, at least 10.
-        num_roles: Number of choices of anchors in a split.
+        num_roles: Largest number of choices of anchors in a split.
         anchor_ratio: Share of the probe classes that are anchors (as in DTC).
         num_restarts: Number of starts of k-means (as in DTC).
         variance: Share of the variance that the whitened directions explain.
@@ -157,9 +157,10 @@ class Estimate:
         settings: The :class:`Settings`, as a mapping. For a frozen encoder it has only
             ``max_novel``.
         key: Hash of everything that the estimate depends on.
-        splits: For each split the names of its classes, and in "roles" the anchors, the
-            vote and the F1 scores of each choice of anchors. It is empty for a frozen
-            encoder.
+        splits: For each split the names of its classes in "pretrain" and "probe", see
+            :class:`Split`; and in "roles" for each choice of anchors their names
+            ("anchors"), the best k by this choice ("vote"), and the F1 score at each k
+            ("f1"). It is empty for a frozen encoder.
     """
 
     num_novel: int
@@ -206,7 +207,7 @@ def estimate_num_novel(
     tasks: Tasks = run_local,
     report: Callable[[str], None] = lambda line: None,
 ) -> Estimate:
-    """Estimate the number of classes of the unlabeled rows, and store the estimate.
+    """Estimate the number of novel classes among unlabeled rows, and store it.
 
     The estimate is ``estimate.json`` in ``storage``. Unless the encoder is frozen,
     checkpoints of pretrained encoders and features are stored there, too, in folders
@@ -235,8 +236,11 @@ def estimate_num_novel(
         The estimate with its interval, as stored in ``estimate.json``.
 
     Raises:
-        ConfigError: There are too few known classes or unlabeled rows.
+        ConfigError: There are too few known classes or unlabeled rows, see
+            :func:`require_enough_rows`.
         StorageError: A stored file cannot be read or written.
+        UnoError: A pretraining raises one of the errors of
+            :func:`uno.runs.run.run_phase`.
     """
     settings, num_unlabeled = settings or Settings(), len(train.unlabeled_images)
     frozen = config.model.finetune == "none"
@@ -320,13 +324,16 @@ def estimate_frozen(
         storage: The directory with ``estimate.json``. If the file holds an estimate
             from the same data, settings and calibration, that is returned; otherwise
             the file is written or replaced.
-        settings: Its ``max_novel`` is the largest number that is considered, at least
-            2; None for no limit other than the one of
+        settings: Its ``max_novel`` is the largest number that is considered, where a
+            number below 2 counts as 2. None for no limit other than the one of
             :func:`uno.clustering.num_classes.estimate_num_classes`. Nothing else is
             read.
 
     Returns:
         The estimate with its interval.
+
+    Raises:
+        StorageError: The file cannot be read or written.
     """
     gcd, most = config.data.setting == "gcd", settings.max_novel
     fitted = num_classes.calibration()
@@ -482,7 +489,7 @@ def class_splits(classes: Sequence[int], num_splits: int, seed: int) -> list[Spl
     """Draw different splits of the known classes into pretraining and probe classes.
 
     Probe classes are held out of pretraining. Of 7 or more classes, a rounded quarter
-    are probe classes (the paper has 20 of 80), but at least 4, and at least 3 remain to
+    are probe classes (DTC has 20 of 80), but at least 4, and at least 3 remain to
     pretrain on. Of 4 to 6 classes, 2 remain to pretrain on, and all others are probe
     classes. Every class is a probe class about equally often: of 80 classes and 3
     splits, in one split or in none.
@@ -492,6 +499,9 @@ def class_splits(classes: Sequence[int], num_splits: int, seed: int) -> list[Spl
         num_splits: The number of splits to draw. If it exceeds the number of classes,
             there are as many splits as classes.
         seed: The seed of the random order of the classes, by which they are divided.
+
+    Returns:
+        The splits, which are all different.
     """
     order = (
         np.random.default_rng([seed, ESTIMATE]).permutation(np.array(classes)).tolist()
@@ -550,9 +560,9 @@ def pretrain_split(
 
     The features belong to the rows that pretraining has no labels for: unlabeled rows
     and rows of probe classes, the known classes that are held out. In the GCD setting
-    they belong to all rows. They are stored in the folder of the split, next to the
-    checkpoints of the pretraining. If they are there already, they are read, and
-    nothing is pretrained.
+    they belong to all rows. They are stored as ``features.safetensors`` in the folder
+    of the split, next to the checkpoints of the pretraining. If they are there already,
+    they are read, and nothing is pretrained.
 
     Args:
         train: The training rows, on the host.
@@ -563,8 +573,15 @@ def pretrain_split(
 
     Returns:
         The whitened features, of length one, and the known classes as indices of the
-        run. They are a random sample: at most ``max_rows`` labeled rows, with the same
-        limit for each class, and at most ``max_rows`` unlabeled rows.
+        run, -1 for unlabeled rows. They come from a random sample: ``max_rows`` divided
+        by the number of known classes (rounded down, at least 1) is the limit of each
+        known class, and ``max_rows`` that of the unlabeled rows. The whitening is that
+        of the whole sample, before rows of other classes are left out.
+
+    Raises:
+        StorageError: The features cannot be read or written.
+        UnoError: The pretraining raises one of the errors of
+            :func:`uno.runs.run.run_phase`.
     """
     split, config, uri = job
     storage, place, pretrain = (
@@ -660,8 +677,9 @@ def score_num_novel(
         item: The index of the split, and k.
 
     Returns:
-        For each choice of anchors, in the order of :func:`anchor_choices`, the F1 score
-        of the validation classes, see :func:`uno.clustering.num_classes.class_f1`.
+        For each choice of anchors, in the order of :func:`anchor_choices`, the mean F1
+        score of the validation classes, 0-1, see
+        :func:`uno.clustering.num_classes.class_f1`.
     """
     index, k = item
     split, labels = splits[index], torch.tensor(features[index].labels)

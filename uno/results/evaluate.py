@@ -65,8 +65,8 @@ def evaluate_run(
     :mod:`uno.results.trust` are without merges and drops. If no class was merged or
     dropped, and there is an unlabeled training row, rank 0 writes ``alignment.json``
     for :func:`~uno.results.infer.save_model`: which clusters of different heads are the
-    same class. Streamed images that turn out to be unreadable are listed in the run
-    directory.
+    same class. Streamed images of ``sets`` that turn out to be unreadable are added to
+    ``bad_samples.jsonl`` in the run directory.
 
     Args:
         config: The configuration of the run.
@@ -88,9 +88,11 @@ def evaluate_run(
         StorageError: ``trained`` is None, and there is no valid checkpoint; the weights
             that discovery started from cannot be read; ``model/classes.json`` is
             damaged; an image's file cannot be read now; or a file cannot be written.
-        ConfigError: No labeled or no unlabeled training image can be read, more images
-            are unreadable than the configuration allows, or the run was pretrained with
-            another number of known classes.
+        ConfigError: There are labeled or unlabeled training images, and none of them
+            can be read; new unreadable images are found, and they are then more than
+            the configuration allows; a file that holds many images cannot be read; or
+            the weights that discovery started from do not fit, as those of a
+            pretraining with another number of known classes.
     """
     model, best_head = trained or load_trained(
         config, storage, train.num_known, train.num_novel
@@ -335,8 +337,9 @@ def count_outputs(
             for unlabeled (k = 0) and labeled rows (k = 1).
 
     Returns:
-        The counts of each kind, in order, summed over all workers, on the model's
-        device; the same on every worker.
+        For each kind, in order, the counts of its rows for each head, see
+        :class:`Confusions`. They are summed over all workers, the same on every worker,
+        and on the model's device.
     """
     device, num_novel = model.known.weight.device, num_true - model.num_known
     sizes = model.num_heads, model.num_known, num_novel, model.num_novel
@@ -379,7 +382,8 @@ def protocol_metrics(
         edits: The merged and dropped classes, None if there are none. Rows of dropped
             outputs are rejected: they count as wrong, and NMI and ARI leave them out.
             If classes were dropped, ``{split}/{known|novel}/rejected`` is the share of
-            a group's rows that the best head rejects when all outputs compete.
+            a group's rows that the best head rejects when all outputs compete; a group
+            without rows has no such key.
     """
     known, novel, joint = (counts.cpu().numpy() for counts in confusions)
     num_known, dropped = known.shape[-1], edits.dropped if edits else []
@@ -430,7 +434,8 @@ def gcd_metrics(
     Returns:
         ``{split}/unlabeled/gcd/{all|old|new}/{avg|best}`` as fractions, where old are
         known and new are novel classes, avg is the mean over the heads, and best the
-        best head. A group without rows has no keys.
+        best head. One matching of all classes to all outputs decides which rows are
+        correct. A group without rows has no keys.
     """
     dropped = [] if edits is None else edits.dropped
     heads = [

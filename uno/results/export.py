@@ -80,7 +80,11 @@ class Program(nn.Module):
 
     It maps B images uint8 (B, 3, S, S) in RGB with sides of S pixels, or B vectors of D
     numbers, float32 (B, D), to the probabilities of C classes, (B, C), that ``uno
-    predict`` computes. The best head is the one with the lowest training loss.
+    predict`` computes. If the encoder takes smaller images, it crops their centers. The
+    best head is the one with the lowest training loss.
+
+    Args:
+        model: The model, which is not changed. Its network is copied to the CPU.
     """
 
     def __init__(self, model: Classifier) -> None:
@@ -257,7 +261,7 @@ def _input_name(model: Classifier) -> str:
 
 
 def _trace_arguments(model: Classifier) -> dict[str, Any]:
-    """Return the keyword arguments of ``torch.export.export`` for a model.
+    """Return arguments of ``torch.export.export`` and ``torch.onnx.export`` by name.
 
     Returns:
         "args", a tuple of one tensor, which is a batch of two random inputs; and
@@ -354,8 +358,8 @@ def model_card(
 
     It describes the encoder and its weights, the outputs, the discovered classes that
     were merged or dropped, the method, the facts, the verdict on the run, the tables of
-    accuracy, and the limits, and it shows code that loads the model. No file is
-    written.
+    accuracy (of the best head, in percent), and the limits, and it shows code that
+    loads the model. No file is written.
 
     Args:
         model: The model.
@@ -407,10 +411,15 @@ def origin(net: ModelConfig) -> str:
         net: The model section of the configuration.
 
     Returns:
-        A text for the model card. Without ``weights`` it is "trained in this run from"
+        A text of one line. If ``weights`` is None, it is "trained in this run from"
         random initialization or the weights of the user's callable. Otherwise it says
         that the input is vectors, names the library's weights with their license if
-        that is known, or names the file or run in ``weights``.
+        that is known, or gives the last part of the path in ``weights``, which is a
+        file or a run.
+
+    Raises:
+        ConfigError: ``weights`` is "pretrained", and the encoder cannot be described,
+            see :func:`~uno.encoders.weights.describe_encoder`.
     """
     if net.weights is None:
         library = net.encoder.partition(":")[0]

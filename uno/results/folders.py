@@ -32,13 +32,15 @@ GROUP = 64  # images that are read at a time
 def write_csv(storage: Storage, target: Storage) -> str:
     """Write the predictions as ``predictions.csv`` for spreadsheets.
 
-    All columns but the embedding are written, for readable and unreadable rows. The
-    file begins with a byte order mark, by which Excel recognizes UTF-8. Text that a
-    spreadsheet would take for a formula has an apostrophe in front. A file of this name
-    is replaced, and temporary files that killed writers of it left are deleted.
+    All columns but the embedding are written, for readable and unreadable rows, below a
+    line of their names. A missing value is an empty cell. The file begins with a byte
+    order mark, by which Excel recognizes UTF-8. Text that a spreadsheet would take for
+    a formula has an apostrophe in front. A file of this name is replaced, and temporary
+    files that killed writers of it left are deleted.
 
     Args:
-        storage: The directory with the predictions, which must be complete.
+        storage: The directory above the folder ``predictions``: a run, or the output
+            directory of ``uno predict``. The predictions must be complete.
         target: The directory of the file.
 
     Returns:
@@ -77,18 +79,24 @@ def sort_images(
 
     INDEX is the index of the predicted class with at least three digits, and NAME is
     its name. Images of dropped classes go to ``by_class/rejected/``. Rows that could
-    not be read in the prediction are left out. A copy is named by the last part of the
-    row's id. If that does not end like an image, the suffix of the image's file or
-    format is added. The row number is put in front if the name is taken. In
-    the names of folders and files, each run of characters other than ASCII letters,
-    digits and ``._-`` becomes one ``_``, and long names are cut off at the front.
+    not be read in the prediction are left out. Encoded images are copied unchanged, and
+    images that are arrays of pixels become PNG files.
+
+    A copy is named by the last part of the row's id. If that does not end like an
+    image, the suffix of the image's file or format is added. If another copy in the
+    folder has the name, also in another case, the row number is put in front. Before
+    that, each run of characters other than ASCII letters, digits and ``._-`` in NAME
+    and in the name of a file becomes one ``_``, and only the last 80 characters are
+    kept, without ``.`` and ``-`` at their beginning.
+
     ``by_class/made_from.json`` says which predictions the images belong to. A repeated
     call writes the same files. Temporary files that killed processes left in
     ``by_class`` are deleted.
 
     Args:
-        storage: The directory with the predictions, which must be complete, and in
-            which ``by_class`` is written.
+        storage: The directory above the folder ``predictions``: a run, or the output
+            directory of ``uno predict``. The predictions must be complete. ``by_class``
+            is written beside the folder ``predictions``.
         data: The rows that were predicted, in the same order. They must have pictures:
             images, or vectors that name them.
         on_progress: Called after each image as ``on_progress(copied, total)`` with the
@@ -101,11 +109,12 @@ def sort_images(
     Raises:
         ConfigError: ``by_class`` holds the images of other predictions, or files that
             this function did not write; a file that holds many images, such as a tar
-            shard, cannot be read; or the picture of a row is missing in a table, too
-            large, or, if it has no file of its own, no image. The content of a file is
-            not checked.
-        StorageError: The file of an image can no longer be read, a file of the
-            predictions is missing or damaged, or a copy cannot be written.
+            shard, cannot be read; a picture has too many bytes; or the bytes of a
+            picture that is stored inside a table or archive are empty or no image. The
+            content of an image file is not checked.
+        StorageError: The file of an image can no longer be read; the picture of a
+            vector is given by a path, and this row has none; a file of the predictions
+            is missing or damaged; or a copy cannot be written.
     """
     output.claim_directory(
         storage, MARK, read_identity(storage) or {}, "folder of sorted images"

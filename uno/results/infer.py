@@ -408,11 +408,12 @@ def save_model(
 def load_classifier(storage: Storage, device: torch.device | str = "cpu") -> Classifier:
     """Load the model of a run directory, or of a copy of its folder ``model/``.
 
-    The files are read as data only, with two exceptions: an encoder that is named
-    ``package.module:callable``, and a discovery method ``package.module:METHOD``, are
-    code. Such code is imported from this machine, never from the directory of the
-    model, and a logged warning names it before. If the code of such an encoder differs
-    from that of the run, another warning is logged.
+    The files are read as data only, but they can name code: an encoder
+    ``package.module:callable``, a discovery method ``package.module:METHOD``, and, if
+    the pretext task has epochs, a pretext task ``package.module:PRETEXT``. Such code is
+    imported from this machine, never from the directory of the model, and a logged
+    warning names it before. If the code of such an encoder differs from that of the
+    run, another warning is logged.
 
     Args:
         storage: The directory.
@@ -422,9 +423,10 @@ def load_classifier(storage: Storage, device: torch.device | str = "cpu") -> Cla
         The model, with its network in eval mode and without gradients.
 
     Raises:
-        StorageError: There is no model, or its files are damaged.
+        StorageError: There is no model, its files are damaged, or the code of a pretext
+            task that has epochs cannot be imported.
         ConfigError: The library or the callable of the encoder or the method is
-            missing, or its code lies in the directory.
+            missing, or code that the files name lies in the directory.
     """
     files = read_model_files(storage)
     model = build_classifier(files, device, foreign=storage.uri)
@@ -485,11 +487,13 @@ def build_classifier(
             channels_last. None builds a network and loads the weights of the files into
             it.
         foreign: The URI of a directory that other people may have written. Code that
-            the model names (an encoder or a method ``package.module:NAME``) must not
-            lie in this directory. None if the files come from this program's own run.
+            the model names (an encoder, method or pretext task ``package.module:NAME``)
+            must not lie in this directory. None if the files come from this program's
+            own run.
 
     Raises:
-        StorageError: The files are damaged or do not belong together.
+        StorageError: The files are damaged or do not belong together, or the code of a
+            pretext task that has epochs cannot be imported.
         ConfigError: The method cannot be imported; code that the model names lies in
             ``foreign``; or the library or the callable of the encoder is missing.
     """
@@ -624,7 +628,9 @@ def accelerated_encoder(
 
     Raises:
         ConfigError: The configuration asks for OpenVINO, which is not installed, and
-            the model takes images, on whatever device it is.
+            the model takes images, on whatever device it is. In the block the first
+            call of the encoder raises a ConfigError if OpenVINO cannot compute it, or
+            computes other features than PyTorch.
     """
     vectors = model.config.model.takes_vectors
     precision = None if vectors else runtime_precision(config, model.device)
@@ -685,9 +691,10 @@ def sample_logits(
 
     Returns:
         The numbers (n,) of the readable rows in the sample, and the logits of their
-        center crops as one view (V = 1), float32 on the CPU. A field of the logits is
-        None if the model has no such heads. A single None in the place of both if no
-        row can be read.
+        center crops as one view (V = 1), float32 on the CPU: the cosines with the
+        prototypes of the known, cluster and overclustering heads, the features, and the
+        projections, see :class:`~uno.model.Logits`. A field is None if the model has no
+        such heads. A single None in the place of both if no row can be read.
 
     Raises:
         StorageError: An image's file cannot be read now, but perhaps later.

@@ -342,7 +342,8 @@ def task_aware(joint: Counts, num_known: int) -> Matched:
         num_known: The number of known classes C_l.
 
     Returns:
-        The correct rows; ``clusters`` counts novel rows at the novel outputs, (C_u, K).
+        The number of correct rows of known classes, and of each novel class; and
+        ``clusters``, the counts of novel rows at the novel outputs, (C_u, K).
     """
     known, novel = joint[:num_known, :num_known], joint[num_known:, num_known:]
     return Matched(np.trace(known), matched_counts(novel, hungarian(novel)), novel)
@@ -361,7 +362,8 @@ def task_agnostic_official(joint: Counts, num_known: int) -> Matched:
         num_known: The number of known classes C_l.
 
     Returns:
-        The correct rows; ``clusters`` counts novel rows at all outputs, (C_u, C_l + K).
+        The number of correct rows of known classes, and of each novel class; and
+        ``clusters``, the counts of novel rows at all outputs, (C_u, C_l + K).
     """
     novel = joint[num_known:]
     return Matched(
@@ -381,7 +383,8 @@ def task_agnostic_joint(joint: Counts, num_known: int) -> Matched:
         num_known: The number of known classes C_l.
 
     Returns:
-        The correct rows; ``clusters`` counts novel rows at all outputs, (C_u, C_l + K).
+        The number of correct rows of known classes, and of each novel class; and
+        ``clusters``, the counts of novel rows at all outputs, (C_u, C_l + K).
     """
     matched = matched_counts(joint, joint_matching(joint, num_known))
     return Matched(matched[:num_known].sum(), matched[num_known:], joint[num_known:])
@@ -401,8 +404,9 @@ def task_agnostic_strict(joint: Counts, num_known: int) -> Matched:
         num_known: The number of known classes C_l.
 
     Returns:
-        The correct rows; ``clusters`` counts novel rows at the novel outputs, (C_u, K),
-        and ``others`` those at any known output, (C_u,).
+        The number of correct rows of known classes, and of each novel class;
+        ``clusters``, the counts of novel rows at the novel outputs, (C_u, K); and
+        ``others``, the rows of each novel class at any known output, (C_u,).
     """
     found, absorbed = (
         joint[num_known:, num_known:],

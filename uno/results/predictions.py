@@ -305,7 +305,8 @@ def result_table(
         :data:`~uno.results.infer.NUMBERS`: probability, margin, entropy, head_agreement
         and known_probability (float32). With ``embedding`` also the column embedding, a
         list of float32 in each row. The additional columns are null for rows that could
-        not be read, and numbers also where they are NaN.
+        not be read. A score is null also where it is NaN, as head_agreement is if it is
+        not known which clusters of different heads are the same class.
     """
     for name in ("class_index", *NUMBERS):
         values = np.zeros(len(ok), np.int32 if name == "class_index" else np.float32)
@@ -355,7 +356,7 @@ class PartWriter(NamedTuple):
         out. The status is "bad" if the row has a reason, otherwise "ok".
 
         Args:
-            storage: The directory of the predictions.
+            storage: The directory above the folder ``predictions``.
             number: The number of the partition, from 0.
             results: All rows of the partition in order, with the columns of
                 :func:`result_table`. Further columns are ignored.
@@ -388,8 +389,9 @@ class PredictionWriter:
     Each file holds the rows of one partition. If the directory holds some files of the
     same predictions, only the missing ones are written. Making an object marks the
     folder ``predictions`` as that of these predictions, and deletes the files in it
-    that do not belong to them. If the folder is already marked as complete, only
-    temporary files are deleted.
+    that do not belong to them. If the folder is already marked as holding all of these
+    predictions, and all their files are there and whole, only temporary files are
+    deleted.
 
     Args:
         storage: The directory above the folder ``predictions``: a run directory or an
@@ -553,7 +555,8 @@ class PredictionWriter:
                 be replaced.
 
         Returns:
-            Whether the folder already holds these predictions completely.
+            Whether the mark already said that the folder holds all of these
+            predictions. The files are not checked.
 
         Raises:
             ConfigError: The folder holds predictions of another model, other data and
@@ -614,7 +617,8 @@ class PredictionWriter:
         """Check whether the file of a partition belongs to these predictions.
 
         Args:
-            name: The name of the file, below the directory of the predictions.
+            name: The path of the file below ``storage``, such as
+                ``predictions/part-000000.parquet``.
 
         Returns:
             The name; and whether the file is readable, is made from the same model,
@@ -632,7 +636,8 @@ def read_identity(storage: Storage) -> dict[str, Any] | None:
     """Read what complete predictions were made from, such as the model and the data.
 
     Args:
-        storage: The directory of the predictions.
+        storage: The directory above the folder ``predictions``: a run, or the output
+            directory of ``uno predict``.
 
     Returns:
         Hashes and other facts with the keys of :data:`DIFFERENCES`; None if there are
@@ -652,8 +657,10 @@ def read_columns(storage: Storage, names: Sequence[str]) -> pa.Table | None:
     """Read columns of complete predictions, in the order of the predicted rows.
 
     Args:
-        storage: The directory of the predictions.
-        names: The names of the columns, such as "class_name".
+        storage: The directory above the folder ``predictions``: a run, or the output
+            directory of ``uno predict``.
+        names: The names of the columns: keys of :data:`COLUMNS` such as "class_name",
+            or "embedding" if the predictions have it.
 
     Returns:
         A table with these columns and a row for each predicted or unreadable row; None
@@ -675,8 +682,10 @@ def read_batches(storage: Storage, names: Sequence[str]) -> Iterator[pa.RecordBa
     The caller makes sure that the predictions are complete.
 
     Args:
-        storage: The directory of the predictions.
-        names: The names of the columns, such as "class_name".
+        storage: The directory above the folder ``predictions``: a run, or the output
+            directory of ``uno predict``.
+        names: The names of the columns: keys of :data:`COLUMNS` such as "class_name",
+            or "embedding" if the predictions have it.
 
     Yields:
         Batches of at most ``BATCH_ROWS`` rows, with the columns ``names``.
@@ -751,6 +760,9 @@ class Mark(NamedTuple):
 def _read_mark(storage: Storage) -> Mark | None:
     """Read the JSON file that says what a folder of predictions holds.
 
+    Args:
+        storage: The directory above the folder ``predictions``.
+
     Returns:
         The content; None if there is no such file, it is damaged, or its facts have
         other keys, as those of another version may have.
@@ -772,8 +784,9 @@ def _write_mark(
     """Write or replace the JSON file that says what a folder of predictions holds.
 
     Args:
-        storage: The directory of the predictions.
-        made_from: What they are made from, with the keys of :data:`DIFFERENCES`.
+        storage: The directory above the folder ``predictions``.
+        made_from: What the predictions are made from, with the keys of
+            :data:`DIFFERENCES`.
         part_rows: The number of rows of a partition, the rows of one Parquet file.
         state: "complete", "incomplete" or "renaming".
     """

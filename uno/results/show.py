@@ -43,8 +43,9 @@ class Members(NamedTuple):
 
     Attributes:
         rows: The number of these images.
-        images: The images with the highest probabilities, at most ``NUM_PICTURES``. An
-            image that cannot be shown is ``b""``.
+        images: The images with the highest probabilities, at most ``NUM_PICTURES`` (5):
+            paths or URIs, encoded bytes, or pixels uint8 (H, W, 3). An image that
+            cannot be shown is ``b""``.
     """
 
     rows: int
@@ -54,14 +55,14 @@ class Members(NamedTuple):
 def encode(images: NDArray[np.uint8], columns: int, quality: int) -> str:
     """Arrange images in a grid, and encode the grid as one picture, a data URI.
 
-    If all pixels are gray, the picture has one channel.
+    The grid is filled row by row. If all pixels are gray, the picture has one channel.
 
     Args:
         images: N >= 1 images uint8 (N, 3, S, S) in RGB, with sides of S pixels.
         columns: The number of images in a row of the picture. Free places at the end
             are black.
         quality: The JPEG quality, 1-95. Images with sides up to ``SMALL`` (16) pixels
-            become PNG.
+            become PNG, without loss.
     """
     num, _, side, _ = images.shape
     filled = np.pad(images, [(0, -num % columns), (0, 0), (0, 0), (0, 0)])
@@ -79,7 +80,7 @@ def data_uri(picture: Pillow.Image, kind: str, **options: Any) -> str:
     Args:
         picture: The picture.
         kind: The format, such as "png" or "jpeg".
-        options: Options of Pillow for this format.
+        **options: Options of Pillow for this format.
     """
     buffer = BytesIO()
     picture.save(buffer, kind, **options)
@@ -97,7 +98,7 @@ def read_members(storage: Storage, config: Config) -> dict[int, Members]:
     downloaded, but shards in remote storage are read.
 
     Args:
-        storage: The directory with the predictions.
+        storage: The run, or another directory above a folder ``predictions``.
         config: The configuration of the run, which names the data.
 
     Returns:
@@ -138,13 +139,13 @@ def _images_of(
 ) -> list[Image]:
     """Return the images of some predicted rows, ``b""`` for those that cannot be shown.
 
-    If each row has its own file, the paths are returned, and ``b""`` for a URI. If any
-    row has none, all images come from the data of the run. In this case all are ``b""``
-    if there are more than ``MANY_ROWS`` (20,000) predicted rows, the data cannot be
+    If each row to show has its own file, the paths are returned, and ``b""`` for a URI.
+    If any of them has none, all images come from the data of the run. In this case all
+    are ``b""`` if ``num_rows`` is more than ``MANY_ROWS`` (20,000), the data cannot be
     read or has changed since the prediction, or it has no pictures.
 
     Args:
-        storage: The directory with the predictions.
+        storage: The run, or another directory above a folder ``predictions``.
         config: The configuration of the run, which names the data.
         num_rows: The number of all predicted rows that could be read.
         best: The rows to show, with the columns "row" (its number in the data) and
@@ -186,8 +187,9 @@ def model_html(
         classes: The output classes. The first ``MAX_CLASSES`` are shown.
         found: The images that were predicted as each class, by class index. If it is
             empty, the numbers of images are shown as dashes.
-        side: The side of the square pictures in pixels. They are smaller if this
-            exceeds 48, or the longer side of any image that is given as pixels.
+        side: The side of the square pictures in pixels. A number above 48, or above the
+            longer side of any image that is given as pixels, is lowered to the smallest
+            of these. HTML shows all pictures 48 pixels high.
         value_range: The stored values (black, white) that become 0 and 255 in gray
             images of more than 8 bits; None for 0 and 65,535.
 
@@ -220,7 +222,8 @@ def _encode_strips(
 ) -> list[str]:
     """Encode the images of each class as one picture, side by side.
 
-    Image files are read. Images that cannot be decoded are left out.
+    Image files are read, and each image is cropped to its centered square. Images that
+    cannot be decoded are left out.
 
     Args:
         members: The images of each class.
@@ -250,7 +253,8 @@ def format_counts(names: Iterable[str | None] | Mapping[str | None, int]) -> str
 
     The most frequent name comes first. At most eight names are shown, and ", ..."
     stands for the others. A name has at most 40 characters: a longer one is cut off and
-    ends in "…". The result is "" if there are no names.
+    ends in "…". Unprintable characters are escaped. The result is "" if there are no
+    names.
 
     Args:
         names: Names, each as often as it occurs, or a mapping from each name to its
@@ -278,5 +282,8 @@ def _template() -> Template:
 
 
 def _text(value: object) -> str:
-    """Format the value of a cell as text of at most 120 printable characters."""
+    """Format the value of a cell as text of at most 120 printable characters.
+
+    A longer text is cut off and ends in "…". Unprintable characters are escaped.
+    """
     return visible(value, 120)

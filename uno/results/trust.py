@@ -134,12 +134,19 @@ def _format_agreement(values: Mapping[str, float], word: Word, trained: bool) ->
 
     Args:
         values: The metrics of a run, by key.
-        word: The verdict, which decides the advice.
-        trained: Whether the advice may be longer training. It is False for the method
+        word: The verdict.
+        trained: Whether longer training can help. It is False for the method
             ``clustering``, which trains nothing.
 
     Returns:
-        A line of text with both agreements in percent, and with advice.
+        A line of text with both agreements in percent, and with a remark that depends
+        on the first of these conditions that holds. If the verdict is "trustworthy",
+        the number of classes is assumed to be right. If rows were held out and their
+        accuracy is below the smaller of the two agreements, the advice is to try
+        pretrained weights or larger images. If both agreements are at least 0.75 and
+        ``trained``, the number of classes is assumed to be right. Otherwise the advice
+        is to try another number of classes, or longer training (another encoder if not
+        ``trained``).
     """
     signs = min(values[KMEANS], values[NEAR])
     if word == "trustworthy":
@@ -418,10 +425,10 @@ def trust_metrics(
         - ``trust/neighbors/agreement``: how often the nearest neighbors of a row have
           its output, 0 as by chance and 1 always, see :func:`neighbor_agreement`.
         - ``trust/largest_class/share``: with several novel classes, the share of the
-          rows in the most frequent output, 0-1.
-        - ``trust/held_out/acc``, ``trust/held_out/rows`` and ``trust/score``: if rows
-          were held out, their accuracy 0-1, their number, and the accuracy times the
-          smaller of the two agreements.
+          rows in the most frequent output, known or novel, 0-1.
+        - ``trust/held_out/acc``, ``trust/held_out/rows`` and ``trust/score``: if
+          ``values`` has the accuracy of held-out rows, this accuracy 0-1,
+          ``num_held_out``, and the accuracy times the smaller of the two agreements.
         - ``trust/features/zero``, ``.../constant`` or ``.../huge``: 1 if the features
           are all zero, all the same, or extremely large, so that they do not
           distinguish images. Absent otherwise.

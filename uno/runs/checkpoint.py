@@ -105,11 +105,14 @@ def checkpoint_steps(storage: Storage, phase: str) -> list[int]:
     """Return the steps at which a phase has a checkpoint, in ascending order.
 
     A step is the number of optimizer steps before the checkpoint. Only the names of
-    files are read, so a checkpoint may be damaged.
+    files are read, so a checkpoint may be damaged. The list is empty if there are none.
 
     Args:
         storage: The run directory.
         phase: The phase, "pretext", "pretrain" or "discover".
+
+    Raises:
+        StorageError: The files of the phase cannot be listed.
     """
     names = storage.list(f"checkpoints/{phase}")
     matches = (re.fullmatch(r"step_([0-9]{8,18})\.safetensors", name) for name in names)
@@ -124,12 +127,13 @@ def load_newest(storage: Storage, phase: str) -> Checkpoint | None:
         phase: The phase, "pretext", "pretrain" or "discover".
 
     Returns:
-        The checkpoint with the highest step that :func:`load_checkpoint` accepts, or
-        None if the phase has no checkpoints.
+        The checkpoint with the highest step that :func:`load_checkpoint` accepts: its
+        step, its tensors by name on the CPU, and its configuration as YAML. None if the
+        phase has no checkpoints.
 
     Raises:
-        StorageError: The phase has checkpoints, and all of them are damaged, have an
-            unknown format or cannot be read.
+        StorageError: The phase has checkpoints, and all of them are damaged, have
+            another format version or cannot be read; or they cannot be listed.
     """
     problems: dict[int, str] = {}
     for step in reversed(checkpoint_steps(storage, phase)):
@@ -159,9 +163,13 @@ def load_checkpoint(storage: Storage, phase: str, step: int) -> Checkpoint:
         phase: The phase, "pretext", "pretrain" or "discover".
         step: The number of optimizer steps before the checkpoint.
 
+    Returns:
+        The checkpoint: its step, its tensors by name on the CPU, and the configuration
+        of its run as YAML.
+
     Raises:
-        StorageError: The checkpoint is missing, damaged or that of another step, has
-            another format version, or cannot be read.
+        StorageError: The checkpoint is missing, damaged or a copy of that of another
+            phase or step, has another format version, or cannot be read.
     """
     name = checkpoint_name(phase, step)
     try:

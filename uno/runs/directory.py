@@ -52,6 +52,7 @@ def is_run(storage: Storage) -> bool:
 
     Raises:
         ConfigError: There is no ``config.yaml``, and the directory holds anything else.
+        StorageError: The directory cannot be listed.
     """
     begun = {ENVIRONMENT_FILE, FORMER_FOLDER}
     return output.holds_output(storage, CONFIG_FILE, "run", begun)
@@ -70,11 +71,12 @@ def begin_run(config: Config, storage: Storage, fingerprint: str) -> None:
         fingerprint: The hash of the data, the attribute ``fingerprint`` of its rows.
 
     Raises:
-        ConfigError: The directory holds files that no run has written, or a run of
-            other settings, data or format; or the run's ``environment.json`` is missing
-            or damaged, or its ``config.yaml`` is damaged. If settings differ, the
-            message names the first of them. Settings that may change when a run resumes
-            are not compared.
+        ConfigError: The directory has no ``config.yaml`` but other files than a run
+            that was just begun; or it holds a run of other settings, data or format; or
+            the run's ``environment.json`` is missing or damaged, or its ``config.yaml``
+            is damaged. If settings differ, the message names the first of them.
+            Settings that may change when a run resumes are not compared.
+        StorageError: A file cannot be read or written.
     """
     code = code_of(config.model.encoder).get("code")
     if not is_run(storage):
@@ -115,7 +117,8 @@ def check_rows(storage: Storage, rows: Rows) -> None:
 
     Raises:
         ConfigError: Their fingerprint differs from the one in ``environment.json``, if
-            it has one; or an image has another modification time.
+            it has one; or an image has another modification time, see
+            :func:`check_images`.
     """
     stored = output.read_mapping(storage, ENVIRONMENT_FILE) or {}
     if stored.get("data_fingerprint", rows.fingerprint) != rows.fingerprint:
@@ -164,7 +167,8 @@ def check_images(storage: Storage, rows: Rows) -> None:
 def begin_images(storage: Storage, rows: Rows) -> None:
     """Store the modification times of the images of a run, or a sweep.
 
-    They are written to ``image_times.npy``, in ns since 1970, int64 (N,). If this file
+    They are written to ``image_times.npy``, in ns since 1970, int64 (N,): 0 for an
+    image in memory or a missing file, and -1 if the time is not known. If this file
     exists, it stays, and its times are compared with the present ones, see
     :func:`check_images`.
 
@@ -240,6 +244,9 @@ def read_results(storage: Storage) -> dict[str, float] | None:
     Returns:
         The metrics; None if the file is missing, because the run is not finished, or if
         it is damaged.
+
+    Raises:
+        StorageError: The file cannot be read, or has more than ``MAX_STATE_BYTES``.
     """
     return output.read_mapping(storage, RESULTS_FILE)
 

@@ -119,7 +119,8 @@ def complete_overwrite(storage: Storage) -> bool:
 def _set_aside(storage: Storage) -> None:
     """Move all files of a run into the folder ``former/`` of its directory.
 
-    ``config.yaml`` is moved last, so that it shows whether all files were moved.
+    The lock stays. ``config.yaml`` is moved last, so that it shows whether all files
+    were moved.
     """
     for name in sorted(_files_of_run(storage), key=lambda name: name == CONFIG_FILE):
         storage.move(name, f"{FORMER_FOLDER}/{name}")

@@ -48,8 +48,8 @@ def local_device(config: Config) -> torch.device:
             is the GPU if this machine has one.
 
     Raises:
-        ConfigError: This process trains, ``compute.device`` is "cuda", and there is no
-            CUDA device.
+        ConfigError: ``compute.num_workers`` is 0, ``compute.device`` is "cuda", and
+            PyTorch finds no CUDA device.
     """
     wanted, cuda = config.compute.device, torch.cuda.is_available()
     if wanted == "cuda" and not cuda and config.compute.num_workers == 0:
@@ -62,10 +62,12 @@ def local_device(config: Config) -> torch.device:
 def num_threads(config: Config, share: int = 1) -> int:
     """Return ``compute.threads``, or by default a share of the cores of this process.
 
+    Nothing is set here: the result is the number of CPU threads to use.
+
     Args:
         config: The configuration.
-        share: The number of processes among which the cores are divided. It has no
-            effect on ``compute.threads``.
+        share: The number of processes among which the cores are divided, rounded down
+            but at least one core each. It has no effect on ``compute.threads``.
 
     Raises:
         ConfigError: ``compute.threads`` is more than 64 and more than 4 times the
@@ -87,10 +89,12 @@ def describe_environment(fingerprint: str) -> dict[str, Any]:
         fingerprint: The hash of the data.
 
     Returns:
-        JSON values by name: the command line; the versions of Python, of packages, of
-        the format of checkpoints and of the numerics; the platform, the processor, the
-        names of all GPUs, and the fingerprint. Packages that are not installed are left
-        out.
+        JSON values by name: ``format_version`` of checkpoints; ``numerics``, the number
+        of the last change that alters results; ``command``, the command line;
+        ``data_fingerprint``; ``python``, its version; ``platform``, the operating
+        system and machine as text; ``processor``, its name and number of cores;
+        ``versions``, those of uno-discovery, torch, torchvision, numpy and ray, as far
+        as they are installed; and ``gpus``, the names of all GPUs of this machine.
     """
     versions = {}
     for name in ("uno-discovery", "torch", "torchvision", "numpy", "ray"):

@@ -23,7 +23,8 @@ class Journal:
     called, and every later call of a method raises the error.
 
     Args:
-        storage: The run directory. None on all ranks but the first: nothing is written.
+        storage: The run directory. None on all ranks but the first: nothing is written,
+            and enqueued functions are called at once.
         phase: The name of the phase that is trained.
         step: The step at which the phase begins or resumes. Lines of this phase with a
             later step are dropped, see :meth:`rewind`.
@@ -49,7 +50,7 @@ class Journal:
         Args:
             kind: The class of the exception that the block has raised, None if it has
                 raised none. A StorageError of the journal does not replace this
-                exception.
+                exception. Any other error of the journal does.
         """
         with nullcontext() if kind is None else suppress(StorageError):
             self.close()
@@ -59,8 +60,8 @@ class Journal:
 
         This is done when the phase resumes from the checkpoint of this step, or rolls
         back to it. All lines so far are stored before. Lines that are not JSON objects,
-        such as an incomplete last one, are dropped, too. The file is rewritten if
-        anything is dropped. Without a storage nothing is dropped.
+        such as an incomplete last one, are dropped, too. The file is rewritten if this
+        changes its content. Without a storage nothing is dropped.
 
         Args:
             step: The number of optimizer steps before the checkpoint.

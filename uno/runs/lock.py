@@ -43,7 +43,8 @@ class ClaimedStorage(Storage):
         """Check before a write that the lock is still held.
 
         Raises:
-            StorageError: The lock file is missing or has another token.
+            StorageError: The lock file is missing, damaged, has another token or cannot
+                be read.
         """
         content = _read_lock(self)
         if content is None:
@@ -76,6 +77,7 @@ class RunLock:
 
     Raises:
         ConfigError: ``free`` is True, and another command has just taken the lock.
+        StorageError: The lock file cannot be read or written.
     """
 
     def __init__(self, root: str, free: bool = False) -> None:

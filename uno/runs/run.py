@@ -86,6 +86,11 @@ def plan_phase(
         num_unlabeled: The number of unlabeled training rows.
         num_workers: The number of workers, 0 for this process alone.
 
+    Returns:
+        The plan: the seed, the numbers of labeled and unlabeled rows in the set and in
+        a global batch, the number of steps per epoch, and the random stream of the
+        phase. In the pretext task and in pretraining all rows count as labeled ones.
+
     Raises:
         ConfigError: The batch size does not fit the numbers of rows or workers, or
             there are too few rows.
@@ -134,8 +139,15 @@ def pretraining_config(config: Config) -> Config:
     Configurations that differ only in settings of discovery lead to the same one, and
     can share one pretrained network.
 
+    Which fields are settings of discovery, the schema says (scope "discover"). Among
+    them are ``method``, whose section is dropped, and ``model.weights``.
+
     Args:
         config: The configuration of a run. It is not changed.
+
+    Raises:
+        ConfigError: The other settings do not go together with these defaults, such as
+            ``augment.num_cached_views`` 0 with ``model.finetune`` "none".
     """
     defaults = flatten(to_dict(Config()))
     return override(
@@ -148,6 +160,13 @@ def hash_pretraining(config: Config) -> str:
     """Return a hash of the settings that pretraining depends on, 12 hex digits.
 
     Settings of discovery, of logging and of the place of execution do not change it.
+
+    Args:
+        config: The configuration of a run.
+
+    Raises:
+        ConfigError: The other settings do not go together with the defaults of
+            discovery, see :func:`pretraining_config`.
     """
     return config_hash(pretraining_config(config))
 
@@ -169,8 +188,8 @@ def run_phase(
       UNO, Fini et al., ICCV 2021). As in the pretext task, only large views are used,
       even if discovery uses small ones, too.
     - "discover": All heads are trained (paper Sec. 3), starting from the earlier phase
-      or from ``model.weights``. Before its first step, the method may initialize
-      prototypes from features of the training rows.
+      or from ``model.weights``. If the phase has no checkpoint yet, prototypes and the
+      class prior may first be computed from features of the training rows.
 
     Args:
         config: The configuration of the run.
@@ -180,13 +199,15 @@ def run_phase(
         storage: The run directory, which holds the checkpoints.
 
     Returns:
-        The state at the end of the phase.
+        The state at the end of the phase, with the model in training mode.
 
     Raises:
         ConfigError: The batch size, the weights or an option of ``compute`` does not
             fit, or too many images are unreadable.
-        StorageError: The phase that this one starts from has no valid checkpoint, all
-            checkpoints of this phase are damaged, or one cannot be written.
+        StorageError: Weights or an image cannot be read now, the phase that this one
+            starts from has no valid checkpoint, this phase has checkpoints and all are
+            damaged or the newest valid one does not fit the model, or a file of the run
+            cannot be written.
         NumericsError: Losses or weights were not finite again after a roll-back, or
             before there was a checkpoint to roll back to.
         Interrupted: The worker was asked to stop. A checkpoint is saved, unless the
@@ -287,6 +308,10 @@ def _make_step(config: Config, phase: str, worker: Worker) -> Step:
         phase: The phase, "pretext", "pretrain" or "discover".
         worker: The process that trains.
 
+    Returns:
+        A function of state, batch, configuration and learning rate. It updates the
+        state and returns the loss (1,).
+
     Raises:
         ConfigError: ``compute.cuda_graph`` is set, and the step cannot be recorded: the
             device is no GPU, there are several workers, or the method does not allow
@@ -313,8 +338,9 @@ def _build_initial_network(
     - Pretraining starts from the weights of :func:`load_weights_` if ``model.finetune``
       is "none", else from the pretext task if that has epochs, else from random
       weights. Its network has no novel heads.
-    - Discovery starts from the weights of :func:`load_weights_`. If the method needs a
-      teacher and known prototypes were loaded, prototypes are scaled to length one.
+    - Discovery starts from the weights of :func:`load_weights_`, and its novel heads
+      from random weights. If the method needs a teacher and known prototypes were
+      loaded, all prototypes are scaled to length one.
 
     Args:
         config: The configuration of the run.
@@ -363,8 +389,10 @@ def _load_teacher(config: Config, train: TrainData, storage: Storage) -> UnoMode
         gradients, and with normalized prototypes.
 
     Raises:
-        ConfigError: There was no pretraining on the same number of known classes.
-        StorageError: The pretraining has no valid checkpoint.
+        ConfigError: There was no pretraining on the same number of known classes, or
+            the weights do not fit the encoder.
+        StorageError: The pretraining has no valid checkpoint, or ``model.weights``
+            cannot be read.
     """
     model = build_network(config, train.num_known, 0, config.seed)
     if PRETRAIN in list_phases(config):
@@ -489,10 +517,13 @@ def load_trained(
 
     Returns:
         The model on the CPU with normalized prototypes, and the index of its best head:
-        the cluster head with the lowest mean loss in the last finished epoch.
+        the cluster head with the lowest mean loss in the last finished epoch, or 0 if
+        no epoch has finished.
 
     Raises:
         StorageError: There is no valid checkpoint.
+        RuntimeError: The checkpoint is that of another network, for example for other
+            numbers of classes.
     """
     checkpoint = load_newest(storage, DISCOVER)
     if checkpoint is None:

@@ -48,9 +48,11 @@ class Prediction:
     Attributes:
         class_index: Index of the predicted class in ``Model.classes``, None if the
             image could not be read.
-        class_name: Name of that class, None if the image could not be read.
-        kind: "known", "novel", or "rejected" if the image belongs to a class that the
-            user has dropped; None if the image could not be read.
+        class_name: Name of that class, None if the image could not be read. All classes
+            that the user has dropped have the name "rejected", or "rejected-1" and so
+            on if another class is called so.
+        kind: "known", "novel", or "rejected" for a class that the user has dropped;
+            None if the image could not be read.
         probability: Probability of the predicted class, 0-1. This and the following
             numbers are NaN if the image could not be read.
         margin: Difference between the two highest probabilities, 0-1.
@@ -83,7 +85,7 @@ class Predictions:
 
     Attributes:
         class_index: Index of the predicted class in ``Model.classes``, int64 (N,).
-        class_name: Name of the predicted class.
+        class_name: Name of the predicted class, see :class:`Prediction`.
         kind: "known", "novel" or "rejected", see :class:`Prediction`.
         probability: Probability of the predicted class, float32 (N,), 0-1.
         margin: Difference between the two highest probabilities, float32 (N,), 0-1.
@@ -93,8 +95,9 @@ class Predictions:
             same class.
         known_probability: Sum of the probabilities of the known classes, float32 (N,),
             0-1.
-        probabilities: Probability of each class, float32 (N, C).
-        embedding: Output of the encoder, float32 (N, D).
+        probabilities: Probability of each of the C classes in ``Model.classes``,
+            float32 (N, C); 0 for a class that was merged into another one.
+        embedding: Output of the encoder, D features of each image, float32 (N, D).
         reason: Why an image could not be read, None if it was read.
         path: Path or URI of an image, None if the image was given as pixels or bytes.
     """
@@ -188,8 +191,9 @@ class Model:
     def _counts(self) -> str:
         """The numbers of known and novel classes and the kind of input, as text.
 
-        An example is "5 known and 5 novel classes, images of 32 px". Classes that were
-        merged into another one or dropped are not counted.
+        Examples are "5 known and 5 novel classes, images of 32 px" and "5 known and 1
+        novel class, vectors of 384". Classes that were merged into another one or
+        dropped are not counted.
         """
         kept = [c.kind for c in self.classes if c.into == c.index]
         known, novel = kept.count("known"), kept.count("novel")
@@ -207,11 +211,12 @@ class Model:
     def _members(self) -> dict[int, show.Members]:
         """For each class, the images of the run that are predicted as the class.
 
-        The mapping goes from the index of a class to the number of these images and at
-        most five examples, for the HTML view. They come from the table of the run's
-        predictions, which is read at the first use. The mapping has at most 40 classes,
-        and none without images. It is empty if there is no complete table or it is
-        damaged.
+        The mapping goes from the index of a class to the number of these images and up
+        to five with the highest probabilities, for the HTML view. An image is a path,
+        encoded bytes or pixels; ``b""`` stands for one that cannot be shown. The
+        predictions are those in the run directory, which are read at the first use. The
+        mapping has at most 40 classes, and none without images. It is empty if there
+        are no complete predictions, or they cannot be read.
         """
         try:
             return show.read_members(self._storage, self._classifier.config)
@@ -223,10 +228,14 @@ class Model:
 
         The first 40 classes are shown, each with its name and kind, whether it was
         merged or dropped, and, if the run has predictions, the number of its images and
-        up to five pictures. Above the table are the verdict on the run, if the metrics
-        have one; the numbers of classes; the directory; the path of the report, if
-        there is one; and the strict accuracy of the novel training images, if the
-        metrics have it.
+        up to five pictures. Above the table are the verdict on the run with its
+        reasons, if the metrics have one; the numbers of classes and the kind of input;
+        the directory; the path of the report, if there is one; and the strict accuracy
+        of the novel training images, if the metrics have it. Image files are read for
+        the pictures, and images that cannot be decoded are left out.
+
+        Raises:
+            StorageError: The file of an image or of the metrics cannot be read now.
         """
         facts = str(verdict(self.metrics) or "").splitlines()
         facts += [
@@ -252,6 +261,9 @@ class Model:
         at the first use. The mapping is empty if there is no such file, because the
         model was loaded from a copy of ``model/`` or the run is not finished, or if the
         file is damaged.
+
+        Raises:
+            StorageError: The file exists, but cannot be read or is too large.
         """
         return directory.read_results(self._storage) or {}
 
@@ -267,9 +279,11 @@ class Model:
     def predict(self, images: Sequence[ImageLike] | np.ndarray | Tensor) -> Predictions:
         """Classify images of any size, or vectors.
 
-        Each image is made square as in training: its shorter side is resized to the
-        attribute ``size`` of the model, and the center is cropped. An image that cannot
-        be read gets a reason instead of a class.
+        Each image is turned upright, converted to RGB, cropped to its centered square,
+        and resized to the attribute ``size`` of the model. If ``augment.large.size``,
+        the side of the large views in training, is less than that, the model sees only
+        a square of this side in the center. An image that cannot be read gets a reason
+        instead of a class.
 
         Args:
             images: A list or column of images, where each image is a path, a URI,
@@ -277,8 +291,8 @@ class Model:
                 Alternatively one uint8 array (N, H, W, 3) or (N, H, W), or one uint8
                 tensor (N, 3, H, W). A model of vectors takes numbers (N, D) instead, as
                 an array, tensor, nested lists or column; with several views (N, V, D)
-                the first one is classified. A vector of zeros, or with numbers that are
-                not finite, counts as one that cannot be read.
+                the first one is classified. A row cannot be read if any of its views is
+                a vector of zeros, or has a number that is not finite.
 
         Returns:
             The predictions, in the order of the images.
@@ -342,6 +356,9 @@ class Model:
             Args:
                 name: Name of the score, an attribute of each batch of scores.
                 *width: The shape of the score of one row, nothing for a scalar.
+
+            Returns:
+                int64 (N,) for "class_index", otherwise float32 (N, *width).
             """
             full = np.full(
                 (len(items), *width), -1 if name == "class_index" else np.float32("nan")
@@ -380,9 +397,10 @@ def load(run: str | PathLike[str], device: str | torch.device = "cpu") -> Model:
 
     Raises:
         StorageError: The directory has no trained model, or a damaged one.
-        ConfigError: ``run`` is no path, this machine has no such device, the library of
-            the encoder or the user's code of the encoder or the method is missing, or
-            this code lies in the directory of the model.
+        ConfigError: ``run`` is no path, ``device`` is neither a CPU nor a CUDA device
+            that this machine has, the library of the encoder or the user's code of the
+            encoder or the method is missing, or this code lies in the directory of the
+            model.
     """
     if not isinstance(run, str | PathLike):
         raise ConfigError(f"load takes the path of a run, not {_describe_value(run)}")
@@ -437,8 +455,9 @@ def discover(
             keyword is a short name (``num_novel``), a dotted name, or a section with a
             mapping of its settings. ``config`` is a YAML file, a mapping, or a list of
             them, where a later one wins. The other keywords win over ``config``, and
-            both win over presets and defaults. ``num_novel`` is required, unless
-            ``known_classes`` hides some of the labels. ``output`` is the run directory,
+            both win over presets and defaults. ``num_novel`` is required, unless labels
+            are hidden because known classes are declared: by ``known_classes``, a
+            benchmark's preset, or the source itself. ``output`` is the run directory,
             by default ``runs/PRESET-seedSEED``, such as ``runs/vectors-seed0``.
 
     Returns:
@@ -446,7 +465,8 @@ def discover(
 
     Raises:
         ConfigError: A setting or the data is wrong, ``labels`` or ``ids`` are given
-            without embeddings, or a package is missing. ConfigError is a ValueError.
+            without embeddings, a package is missing, or the run directory holds another
+            run or is in use by another command. ConfigError is a ValueError.
         NumericsError: Training met numbers that are not finite, again and again.
         StorageError: A file cannot be read or written.
         Interrupted: Training was stopped. The same call resumes.
@@ -529,10 +549,10 @@ def _discover_source(
         The model of the finished run, on the CPU.
 
     Raises:
-        UnoError: A setting or the data is wrong or a package is missing (ConfigError),
-            training met numbers that are not finite (NumericsError), a file cannot be
-            read or written or the disk is full (StorageError), or training was stopped
-            (Interrupted).
+        UnoError: A setting or the data is wrong, a package is missing, or the run
+            directory holds another run or is in use (ConfigError); training met numbers
+            that are not finite (NumericsError); a file cannot be read or written or the
+            disk is full (StorageError); or training was stopped (Interrupted).
     """
     from uno.session import pipeline  # loading a model does not need it
 
@@ -610,9 +630,9 @@ def _to_images(images: Any, value_range: Range | None) -> list[Image | BadImage]
             images of more than 8 bits; None for 0 and 65,535.
 
     Returns:
-        For each image a path, encoded bytes or a uint8 array (H, W, 3), see
-        :func:`_to_image`; a :class:`BadImage` with the reason for a PIL image that has
-        no readable pixels. Paths and bytes are not opened here. An empty list gives an
+        For each image a path, encoded bytes or a uint8 array (H, W, 3); a
+        :class:`BadImage` with the reason for a PIL image that cannot be used, see
+        :func:`_to_image`. Paths and bytes are not opened here. An empty list gives an
         empty list.
 
     Raises:
@@ -664,10 +684,11 @@ def _to_image(image: Any, row: int, value_range: Range | None) -> Image | BadIma
             images of more than 8 bits; None for 0 and 65,535.
 
     Returns:
-        A path or URI and encoded bytes as they are. An array as a uint8 array (H, W,
-        3), in which a gray one has three equal channels. A PIL image as such an array,
-        in RGB and turned as its EXIF data says; or a :class:`BadImage` if it has no
-        readable pixels.
+        A path or URI as text, and encoded bytes as they are. An array as a uint8 array
+        (H, W, 3), in which a gray one has three equal channels. A PIL image as such an
+        array, in RGB and turned as its EXIF data says. It becomes a :class:`BadImage`
+        with the reason if its pixels cannot be decoded; or if ``value_range`` is None,
+        and they are floating-point numbers or integers outside 0 to 65,535.
 
     Raises:
         ConfigError: The image has another type or shape, or an array is empty.

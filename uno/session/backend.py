@@ -50,8 +50,9 @@ RAY_BACKEND = "pipelines.backend:RayBackend"  # by name, because uno imports no 
 def choose_backend(config: Config) -> Backend:
     """Choose where the work of a run is done, by ``compute.num_workers``.
 
-    The module of the Ray backend is imported only if it is chosen. No cluster is
-    started here.
+    The module of the Ray backend is imported only if it is chosen. Making this backend
+    looks for a running cluster, and sets the environment variable RAY_ADDRESS if there
+    is one. No cluster is started here.
 
     Args:
         config: The configuration of the run.
@@ -80,6 +81,10 @@ class LocalBackend:
             config: The configuration. With ``compute.device`` "cpu", or without a GPU,
                 the value for the GPU is None. A share ``compute.gpus_per_worker``
                 between 0 and 1, both excluded, reduces it to this share.
+
+        Returns:
+            ``host``, the free main memory, and ``device``, the free memory of the GPU.
+            The other values, which concern clusters, are None.
         """
         return resources.free_memory(config)
 
@@ -87,10 +92,13 @@ class LocalBackend:
         """Train the phases of a run in this process, then evaluate it.
 
         Phases continue from their newest checkpoints. If images are kept in memory, the
-        rows of ``run.task`` hold the decoded images, or the features of a frozen
-        encoder, afterwards. PyTorch's number of threads is set for the whole process.
-        The first signal to stop lets training end after its step, and ends the
-        evaluation at once.
+        rows of ``run.task`` hold the decoded images, or a frozen encoder's features of
+        the evaluation view (the image without random augmentation), afterwards.
+        PyTorch's number of threads is set for the whole process. The signals to stop
+        are SIGTERM, SIGINT (Ctrl-C) and SIGHUP. The first one ends the computation of
+        features after a chunk, and training before its next step. If no step is left,
+        as while a method clusters features that are there, it has no effect. In the
+        evaluation, and always if the run has no phases, it ends the work at once.
 
         Args:
             run: The run, inside ``run.locked()``, so that no other command writes into
@@ -150,8 +158,9 @@ class LocalBackend:
     ) -> Summary:
         """Classify in this process the rows that ``writer`` has not written yet.
 
-        PyTorch's number of threads is set for the whole process. On a CPU the encoder
-        is computed by ``compute.encoder_runtime``.
+        At the end the predictions are marked as complete. PyTorch's number of threads
+        is set for the whole process. On a CPU the encoder is computed by
+        ``compute.encoder_runtime``, which is PyTorch or OpenVINO.
 
         Args:
             run: The run, which decides the device and the number of threads.
@@ -166,7 +175,9 @@ class LocalBackend:
             predictions.
 
         Raises:
-            ConfigError: ``compute.encoder_runtime`` is not installed.
+            ConfigError: ``compute.encoder_runtime`` is not installed or cannot compute
+                the encoder, or a file that holds many images, such as a tar shard,
+                cannot be read.
             StorageError: The storage of an image cannot be reached now, or the
                 predictions cannot be written.
         """
@@ -207,8 +218,11 @@ class LocalBackend:
             The estimate with its interval, as stored in ``estimate.json``.
 
         Raises:
-            ConfigError: There are too few known classes or unlabeled rows, or too many
-                images cannot be read.
+            ConfigError: There are too few known classes or unlabeled rows, too many
+                images cannot be read, or the weights of a frozen encoder are missing or
+                cannot be downloaded.
+            StorageError: An image or a stored file cannot be read, or a file cannot be
+                written.
         """
         return estimate_num_novel(
             run.config,
@@ -225,9 +239,10 @@ def train_phases(run: Run, sets: Sets, worker: Worker) -> TrainData:
     """Train the phases of a run on its opened data.
 
     Finished phases are skipped, and an interrupted one resumes. Checkpoints are written
-    into the directory of the run. Afterwards ``run.opened`` is set to ``sets.task``,
-    whose rows hold the images or features that are kept in memory. Without phases
-    nothing is trained.
+    into the directory of the run. A batch size that was derived from the data becomes
+    smaller, with a printed line, if too few rows can be read for it. Afterwards
+    ``run.opened`` is set to ``sets.task``, whose rows hold the images or features that
+    are kept in memory. Without phases nothing is trained.
 
     Args:
         run: The run, inside ``run.locked()``. ``run.phases`` names the phases.
@@ -239,7 +254,9 @@ def train_phases(run: Run, sets: Sets, worker: Worker) -> TrainData:
         The rows that training may see, on the device of the worker.
 
     Raises:
-        ConfigError: Too few rows can be read for the configuration.
+        ConfigError: Too few rows can be read for the configuration, more streamed
+            images are unreadable than it allows, or the weights or an option of
+            ``compute`` do not fit.
         NumericsError: Training met numbers that are not finite, again and again.
         StorageError: An earlier phase that is needed has no valid checkpoint, or a
             checkpoint cannot be written.
@@ -306,11 +323,14 @@ def estimated_set(run: Run, compute: Compute = compute_local) -> TrainSet:
         The readable training rows, labeled and unlabeled. They hold decoded images
         uint8 (N, 3, S, S) with sides of S pixels; if the encoder is frozen
         (``model.finetune`` is "none"), they hold D features of the evaluation view
-        (the image without random augmentation) instead, float32 (N, 1, D).
+        (the image without random augmentation) instead, float32 (N, 1, D). In a source
+        of vectors, these features are the first vector of each row.
 
     Raises:
         ConfigError: Too many images cannot be read, or the weights of a frozen encoder
             are missing or cannot be downloaded.
+        StorageError: An image or the weights cannot be read, or a file cannot be
+            written.
     """
     config, task, storage = run.config, run.task, run.storage
     if config.model.finetune == "none":

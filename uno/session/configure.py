@@ -86,8 +86,9 @@ def configure(
         given: The settings of the user: values by dotted key, such as
             ``{"data.source": "digits", "data.num_novel": 5}``. "preset" is one of the
             keys; without it, the data decides (see :func:`default_preset`). The
-            additional key "image_size" sets the sizes of all views and of stored images
-            (see :func:`uno.presets.scale_sizes`).
+            additional key "image_size" is the side of the large views in pixels, to
+            which the sizes of small views and of stored images are adapted (see
+            :func:`uno.presets.scale_sizes`).
         output: The run directory if the user has not set "output". ``{preset}`` and
             ``{seed}`` in it are replaced. None leaves ``config.output`` None then, for
             commands that write no run. A leading ``~`` of either directory is replaced
@@ -137,7 +138,8 @@ def list_layers(
 
     Args:
         given: The dotted keys that the user has set, with their values. They decide
-            which defaults hold, but are not in the result, except for "image_size".
+            which defaults hold, but are not in the result, except for the sizes that
+            follow from "image_size", or for an encoder from "augment.large.size".
         choose_method: Whether the method becomes ``clustering`` if the preset has a
             frozen encoder and the user leaves the method open, see
             :func:`leaves_method_open`.
@@ -145,8 +147,9 @@ def list_layers(
     Returns:
         For the name of each layer its values by dotted key, which may be none. The
         layers are "preset NAME", "recipe NAME", "method NAME", "data", "image size" (if
-        the user gave "image_size") and "encoder NAME". A later layer wins over an
-        earlier one. A setting that is in no layer has the default of the schema.
+        the user gave "image_size") and "encoder NAME" (NAME is None if neither the user
+        nor the preset names an encoder). A later layer wins over an earlier one. A
+        setting that is in no layer has the default of the schema.
 
     Raises:
         ConfigError: There is no such preset, recipe, method or encoder, the image size
@@ -182,10 +185,10 @@ def _values_for_source(given: Mapping[str, Any], preset: Values) -> Values:
     """Return the defaults that depend on whose data the user names.
 
     The known classes of a preset belong to its data set. They are dropped if the user
-    gives ``data.labeled``, or a source of another kind than the preset's, because
-    hiding labels of another data set would be a silent mistake. Independently of this,
-    a share of the labeled rows is held out for validation if the data is the user's
-    own and not a benchmark's.
+    gives ``data.labeled``, or a source of another kind than the preset's (the digits if
+    it names none), because hiding labels of another data set would be a silent mistake.
+    Independently of this, a share of the labeled rows is held out for validation if the
+    data is the user's own and not a benchmark's.
 
     Args:
         given: The dotted keys that the user has set, with their values.
@@ -432,17 +435,18 @@ def from_keywords(settings: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         settings: The keyword arguments, values by keyword. A path becomes text, a list
             of texts becomes one text with commas, and a NumPy scalar or a tensor
-            without dimensions becomes a Python value. Other values stay as they are.
-            No value is checked.
+            without dimensions becomes a Python value. Other values, and all values
+            inside ``config``, stay as they are. No value is checked, except for the
+            name of the method.
 
     Returns:
         The values by dotted key, such as "train.batch_size", or "image_size". Only what
         the keywords and ``config`` set is in it, no defaults.
 
     Raises:
-        ConfigError: A keyword other than ``config`` names no setting, a file of
-            ``config`` cannot be read, or the keywords name both ``data`` and
-            ``labeled``. Keys inside ``config`` are not checked here.
+        ConfigError: A keyword other than ``config`` names no setting, there is no such
+            method, a file of ``config`` cannot be read, or the keywords name both
+            ``data`` and ``labeled``. Keys inside ``config`` are not checked here.
     """
     file, line = dict[str, Any](), dict[str, Any]()
     config = settings.get("config", [])

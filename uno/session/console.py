@@ -230,7 +230,9 @@ class Progress(AbstractContextManager["Progress"]):
         self._live = in_notebook or self._stream.isatty()
 
     def __call__(self, metrics: Mapping[str, Any]) -> None:
-        """Show the newest metrics of a phase, with the time that is left.
+        """Show the newest metrics of a phase, and estimate the time that is left.
+
+        The first call of a phase shows no such time.
 
         Args:
             metrics: ``phase`` (str), ``step`` and ``total_steps`` (int) are required.

@@ -105,14 +105,16 @@ def open_sets(
 
     Returns:
         The rows for training; a function that opens the rows for evaluation; the task,
-        whose images hold the decoded pixels or the features of the evaluation view; and
-        which rows can be read. If images are streamed, the task is ``task`` itself, and
-        the last value is None.
+        whose images hold the decoded pixels or the features of the evaluation view (the
+        image without random augmentation); and which rows can be read. If images are
+        streamed, the task is ``task`` itself, and the last value is None.
 
     Raises:
-        ConfigError: Too many images cannot be read, or the frozen encoder has no
-            weights.
-        StorageError: The storage of an image cannot be reached now.
+        ConfigError: Too many images cannot be read; a file that holds many images
+            cannot be read; or the frozen encoder has no weights or unsuitable ones, or
+            returns numbers that are not finite.
+        StorageError: The storage of an image cannot be reached now; or the weights, the
+            cache or the list of unreadable images cannot be read or written.
         Interrupted: ``should_stop`` returned True while features were computed.
     """
     if config.data.loading == "streaming":
@@ -192,9 +194,11 @@ def load_images(
         None.
 
     Raises:
-        ConfigError: The frozen encoder has no weights, or returns numbers that are not
-            finite.
-        StorageError: The storage of an image or the cache cannot be read or written.
+        ConfigError: A file that holds many images cannot be read; or the features
+            cannot be computed, for example because the frozen encoder has no weights,
+            see :func:`load_features`.
+        StorageError: An image or the weights cannot be read, or the cache cannot be
+            read or written.
         Interrupted: ``should_stop`` returned True while features were computed.
     """
     if trains_on_features(config):
@@ -262,16 +266,16 @@ def compute_local(
 def _faster_encoder(job: FeatureJob, encoder: nn.Module) -> nn.Module:
     """Return a frozen encoder in the form that ``compute.encoder_runtime`` names.
 
-    On a GPU, and with the runtime "torch", the encoder itself is returned. On a CPU
-    with the runtime "openvino" it is a :class:`~uno.encoders.runtimes.Runtime`, which
-    is compiled at its first call.
+    On a GPU, or with the runtime "torch", the encoder itself is returned. On a CPU with
+    the runtime "openvino" the result is a :class:`~uno.encoders.runtimes.Runtime`, a
+    module that OpenVINO computes and that is compiled at its first call.
 
     Args:
         job: The images to encode, and the configuration.
         encoder: The frozen encoder.
 
     Raises:
-        ConfigError: The runtime is not installed.
+        ConfigError: The runtime is "openvino", also on a GPU, and is not installed.
     """
     precision = runtime_precision(job.config, local_device(job.config))
     if precision is None:
@@ -372,6 +376,8 @@ def _warn_if_indistinct(
     encoded: Tensor, reasons: Sequence[str | None], advice: str
 ) -> None:
     """Print a warning if features are all zero, all nearly the same, or huge.
+
+    Nothing is printed if fewer than two rows are readable.
 
     Args:
         encoded: Features (N, 1 + V, D), the evaluation view of each row first. The

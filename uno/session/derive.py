@@ -97,7 +97,8 @@ def resolve(
         given: The dotted keys that the user has set.
         overwrite: Whether a run in the same directory is started over.
         measure_memory: Returns the free memory for the processes that train. It is
-            called for a new run with ``data.loading`` "auto".
+            called for a new run with ``data.loading`` "auto". For another value, the
+            memory of this machine is measured, which is then only printed.
 
     Returns:
         The configuration of the run; and its rows, None if they were not read.
@@ -162,18 +163,22 @@ def keep_derived(
 def derived_keys(config: Config) -> tuple[str, ...]:
     """Return the keys of the settings that are derived from the data unless given.
 
-    ``data.setting``, ``data.loading`` and, in most cases, ``data.value_range`` are
-    decided elsewhere, and are not among them.
+    ``data.setting`` and ``data.loading`` are decided elsewhere, and are not among them.
+    The range of stored values (``data.value_range``) is only among them if all settings
+    of how images are read are, although it may be derived for any run.
 
     Args:
         config: The configuration of the run.
 
     Returns:
         Dotted keys. For the presets ``photos`` and ``vectors``: the batch size, epochs
-        and warm-up epochs of discovery; also the settings of how images are read if
-        ``model.weights`` is a run, and ``model.encoder`` if it takes vectors. For the
-        preset ``scratch`` on the user's own data: all keys of :data:`OF_TRAINING`. For
-        ``scratch`` on a benchmark, and for other presets, none.
+        and warm-up epochs of discovery; also the settings of how images are read
+        (image sizes, crop paddings, stem, mean, standard deviation and range of stored
+        values) if ``model.weights`` is a run, and ``model.encoder`` if it takes
+        vectors. For the preset ``scratch`` on the user's own data: these settings of
+        how images are read, the batch size, and the epochs and warm-up epochs of
+        pretraining and discovery. For ``scratch`` on a benchmark, and for other
+        presets, none.
     """
     if config.preset in FROZEN_PRESETS:
         of_encoder = OF_ENCODER if _starts_from_run(config) else ()
@@ -214,7 +219,9 @@ def derive_settings(
         ConfigError: The encoder takes images and the source has vectors, or the
             reverse, or the vectors have another length. Or too many vectors are
             unusable. Or the run that ``model.weights`` names has no valid
-            configuration.
+            configuration. Or a file that holds many images cannot be read.
+        StorageError: An image of the sample, or the configuration of that run, cannot
+            be read now.
     """
     given = {*given, *(SIZES if IMAGE_SIZE in given else ())}
     rules: tuple[Rule, ...] = ()
@@ -330,10 +337,10 @@ def derive_value_range(
 ) -> tuple[Values, str]:
     """Derive which stored values become black and white in images of more than 8 bits.
 
-    The two values are percentiles of the pixels in a sample of images. Nothing is
-    derived if no image of the sample has more than 8 bits, if the user has set
-    "data.value_range", or if ``config`` has a range already, such as that of the run
-    whose weights this run starts from.
+    The two values are the percentiles 0.1 and 99.9 of pixels of the gray images of more
+    than 8 bits in a sample of images. Nothing is derived if the sample has no such
+    image that is readable, if the user has set "data.value_range", or if ``config`` has
+    a range already, such as that of the run whose weights this run starts from.
 
     Args:
         config: The configuration so far.
@@ -372,9 +379,11 @@ def _derive_image_size(
     """Derive the sizes of images in pixels, and the encoder's stem.
 
     The size is the median of the shorter sides of a sample of images, down to a
-    multiple of 4, between 8 and the limit of :data:`MOST_PIXELS` for the stem. The stem
+    multiple of 4, at least 8 and at most 64 for the stem "cifar", else 128. If no image
+    of the sample is readable, ``data.stored_size`` stands for the median. The stem
     becomes "imagenet" for a median from 96 pixels, unless the user gave one or the
-    encoder is the small ResNet, for which "imagenet" becomes "cifar". If the user gave
+    encoder is the small ResNet, for which "imagenet" becomes "cifar". The size is that
+    of large views; other lengths in pixels are scaled with it. If the user gave
     the size of the large view or that of the stored images, both get this size, that of
     the view if both were given, and nothing else is derived; the caller drops the keys
     that the user gave. Nothing is derived if the encoder is not one of this package or
@@ -417,12 +426,14 @@ def _derive_batch_size(
 ) -> tuple[Values, str]:
     """Derive a batch size for which there are enough rows, and enough steps.
 
-    It is never larger than the batch size of ``config``, or than the rows allow.
-    Unusable vectors are not counted as rows. For presets other than "photos" and
-    "vectors", a small data set gets smaller batches, so that an epoch has at least
-    about :data:`STEPS_OF_EPOCH` steps. They are not made smaller than 32 rows, or than
-    what gives each class that unlabeled rows can have :data:`MIN_ROWS_PER_CLUSTER`
-    unlabeled rows on average, if labeled and unlabeled rows are mixed as in the data.
+    It is never larger than the batch size of ``config``, or than the training rows
+    allow: they must fill a batch, and it must divide among the workers. Unusable
+    vectors are not counted for this. For presets other than "photos" and "vectors", a
+    small data set gets smaller batches, so that an epoch has at least about 8 steps.
+    For this they are not made smaller than 32 rows, or than what gives each class that
+    unlabeled rows can have (the novel classes, in the setting "gcd" also the known
+    ones) 2.6 unlabeled rows on average, if labeled and unlabeled rows are mixed as in
+    the data.
 
     Args:
         config: The configuration so far.
@@ -432,9 +443,8 @@ def _derive_batch_size(
     Returns:
         ``train.batch_size`` by its key, and a line for the user. Both are empty if the
         batch size of ``config`` stays, or if the preset is "photos" or "vectors" and
-        discovery has no epochs. If there are not enough rows even for the smallest
-        batch, the value is the largest one that was wanted, and training refuses it
-        later.
+        discovery has no epochs. If the rows allow no batch size at all, the value is
+        the one that would be taken with enough rows, and training refuses it later.
     """
     most = wanted = config.train.batch_size
     if config.preset not in FROZEN_PRESETS:
@@ -463,11 +473,11 @@ def _derive_epochs(
 ) -> tuple[Values, str]:
     """Derive the number of epochs of both phases, for the preset "scratch".
 
-    A phase gets the number of :data:`EPOCHS`, or fewer so that it has about
-    :data:`MOST_STEPS` steps, but at least :data:`LEAST_EPOCHS`. A tenth of the epochs
-    are warm-up. A phase keeps its number if the user gave it, or if it differs from
-    that of the preset ``scratch``. With ``model.weights`` there is no pretraining,
-    which then gets no number.
+    Pretraining gets 30 epochs and discovery 60, or fewer so that the phase has about
+    20,000 steps at most, but at least 5 epochs. A tenth of the epochs are warm-up. A
+    phase keeps its number if the user gave it, or if it differs from that of the preset
+    ``scratch``. With ``model.weights`` there is no pretraining, which then gets no
+    number.
 
     Args:
         config: The configuration so far.
@@ -502,10 +512,10 @@ def _derive_epochs_of_heads(
 ) -> tuple[Values, str]:
     """Derive the number of discovery epochs for heads on features of a frozen encoder.
 
-    The preset's number is reduced so that there are at most :data:`MOST_HEAD_STEPS`
-    steps, but one epoch at least. A tenth of the epochs are warm-up. Nothing is derived
-    if the preset's number is small enough, if the user gave it, or if the encoder is
-    fine-tuned.
+    The preset's number is reduced so that there are about 5,000 steps at most, but one
+    epoch at least. A tenth of the epochs are warm-up. Nothing is derived if the number
+    of the preset is small enough, if the user gave it, or if the encoder is fine-tuned
+    (``model.finetune`` is not "none").
 
     Args:
         config: The configuration so far.

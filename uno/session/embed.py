@@ -37,10 +37,12 @@ def embed(
 
     With ``data.limit`` only some rows are taken. Finished features are kept in the
     cache, so the same command resumes. A file that an earlier ``uno embed`` has written
-    is replaced. Rows that cannot be read are left out, with a warning. The columns are
-    the ids, labels, labels for evaluation, splits, texts and paths of the rows, as far
-    as the rows have them; the number of the view; and the features. The encoder is
-    always frozen here, whatever ``config`` says.
+    is replaced. Rows that cannot be read are left out, with a warning. The file has a
+    row for each view of a row. Its columns are the ids, labels, labels for evaluation,
+    splits and texts of the rows, as far as the rows have them; the paths of images
+    below the folder of the file, relative to it; the number of the view, 0 for the
+    evaluation view; and the features. The encoder is always frozen here, whatever
+    ``config`` says. At the end a line says how many rows were written.
 
     Args:
         config: The configuration. ``config.data`` names the rows, ``config.model`` the
@@ -51,7 +53,8 @@ def embed(
             ``data.value_range`` is otherwise derived from a sample of the images.
         num_views: The number of random views (randomly augmented versions of the image)
             that are written for each row, besides the evaluation view, the image
-            without augmentation. It must be 0 if the rows are vectors.
+            without augmentation. Test rows have them, too. It must be 0 if the rows are
+            vectors, of which the first view is written.
 
     Raises:
         ConfigError: ``config.output`` is no such file, the encoder has no weights, the
@@ -158,10 +161,14 @@ def _compute_features(
         image without augmentation), then V random views, with V
         ``augment.num_cached_views``, or the further views that a source of vectors has.
         They are zeros for rows that cannot be read, and for the random views of test
-        rows. For each row the reason why it cannot be read, or None.
+        rows. And for each row the reason why it cannot be read, or None.
 
     Raises:
-        ConfigError: The encoder has no weights, or they do not fit.
+        ConfigError: The encoder has no weights or unsuitable ones, it returns numbers
+            that are not finite, its runtime is not installed, this machine lacks the
+            device that was asked for, or the Ray cluster has no place for the workers.
+        StorageError: The weights or an image cannot be read, or the cache cannot be
+            read or written.
         Interrupted: The user stopped it. Finished features are kept.
     """
     stopping, backend = threading.Event(), choose_backend(config)
@@ -180,8 +187,10 @@ def _describe_rows(rows: Rows, folder: str) -> dict[str, pa.Array]:
             become null.
 
     Returns:
-        String arrays of length N by name: "id", "label", "split", "eval_label", "text"
-        and "path". Columns in which all rows are null are left out.
+        Arrow arrays of N strings by name: "id", "label", "split" ("train" or "test"),
+        "eval_label" (the true class, only for evaluation), "text" and "path" (of the
+        image, or of the picture of a row of vectors). Columns in which all rows are
+        null are left out.
     """
     text: dict[str, Any] = {"id": rows.ids, "label": rows.labels, "split": rows.split}
     text |= {} if rows.eval_labels is None else {"eval_label": rows.eval_labels}

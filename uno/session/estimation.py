@@ -50,8 +50,9 @@ def estimate_classes(
 
     Raises:
         ConfigError: There are too few known classes or too few unlabeled rows, the data
-            cannot be read, too many images cannot be read, or another command holds the
-            directory.
+            cannot be read, too many images cannot be read, the weights of a frozen
+            encoder are missing, or another command holds the directory.
+        StorageError: A file cannot be read or written.
         Interrupted: The user stopped it. Finished encoders are kept.
     """
     settings = settings or Settings()
@@ -105,8 +106,9 @@ def format_estimate(estimate: Estimate) -> str:
     Returns:
         A text of several lines. The first part is a table with a row for each number k
         of novel classes that was tried: its probability for a frozen encoder, where
-        improbable numbers are left out, otherwise its F1 score. Then come the estimate
-        with its interval, the option that can follow, and warnings if there are any.
+        numbers outside the interval with less than one percent are left out, otherwise
+        its F1 score. Then come the estimate with its interval, the option
+        ``--num-novel`` that can follow, and notes and warnings if there are any.
     """
     lines = _table_lines(estimate)
     lines.append(
@@ -158,7 +160,8 @@ def _table_lines(estimate: Estimate) -> list[str]:
     F1 score of k.
 
     Returns:
-        Lines of text: an empty one, the heads of the columns, and the rows.
+        Lines of text: an empty one, the heads of the columns, and the rows. A row ends
+        with a mark if k is the estimate or lies in its interval.
     """
     if estimate.splits:
         curve, head, layout = "f1", f"{'F1':>5}", "{:>5.3f}"

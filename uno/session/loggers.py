@@ -39,7 +39,8 @@ class Record(NamedTuple):
 
     Attributes:
         storage: The run directory.
-        name: The name of the run.
+        name: The name of the run: that of its directory, after the name of the sweep
+            and a dash if it belongs to one.
         group: The name of the sweep, None for a single run.
         settings: The configuration by dotted key.
     """
@@ -61,6 +62,9 @@ class Record(NamedTuple):
 
         Returns:
             The identifier, and whether it was made now.
+
+        Raises:
+            StorageError: The file cannot be read or written.
         """
         if (found := self.storage.find(f"{LOGGERS_FOLDER}/{logger}")) is not None:
             return found.decode(), False
@@ -160,9 +164,10 @@ class TensorBoard:
             shutil.rmtree(self._folder)
 
     def _upload(self) -> None:
-        """Upload all files of events, and set the earliest time of the next upload.
+        """Upload all files of events to the run directory, and delay the next upload.
 
-        The pause until then is longer if there were many bytes.
+        The earliest time of the next upload is 30 seconds after the begin of this one,
+        or later if there were many bytes: a second for each 256 KiB.
         """
         start, num_bytes = time.monotonic(), 0
         for folder, _, names in os.walk(self._folder):
@@ -201,9 +206,10 @@ class WandB:
         )
 
     def log(self, phase: str, step: int, values: Mapping[str, float]) -> None:
-        """Record the values of one training step against the metric ``PHASE/step``.
+        """Record the values of one training step, under the names ``PHASE/NAME``.
 
-        W&B's own step can only rise, but steps repeat after training rolled back.
+        Their horizontal axis is the metric ``PHASE/step``, which holds the step. W&B's
+        own step can only rise, but steps repeat after training rolled back.
 
         Args:
             phase: The training phase, or "results".
@@ -225,6 +231,9 @@ class WandB:
         """Finish the W&B run, with exit code 1 if it failed, otherwise 0.
 
         This waits until W&B has uploaded everything, but at most a minute.
+
+        Args:
+            failed: Whether the run ended with an exception.
         """
         self._run.finish(exit_code=int(failed))
 
@@ -330,7 +339,10 @@ class Loggers(AbstractContextManager["Loggers"]):
     def __init__(
         self, config: Config, storage: Storage, group: str | None = None
     ) -> None:
-        """Start the loggers that ``config`` names.
+        """Start the loggers that ``config`` names in ``train.report_to``.
+
+        "jsonl" needs none, because training itself writes ``metrics.jsonl``. A logger
+        that raises an error is left out, with a printed warning.
 
         Args:
             config: The configuration, which each logger records.
@@ -422,8 +434,8 @@ class Loggers(AbstractContextManager["Loggers"]):
 def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a line of metrics by name, for a logger.
 
-    Position values such as the epoch, :data:`POSITION_KEYS`, are left out, and so are
-    texts and lists.
+    The values "step", "total_steps", "epoch", "epochs", "every_s" and "rank_ms" are no
+    metrics and are left out, and so are texts, lists and None.
 
     Args:
         metrics: JSON values by name. The list "head_losses", which may be missing, has

@@ -149,11 +149,12 @@ def discover(
 
 
 def evaluate(target: str, given: Mapping[str, Any]) -> None:
-    """Evaluate a finished run again, and update its report if the metrics have changed.
+    """Evaluate a trained run again, and update its report if the metrics have changed.
 
-    The new metrics replace ``metrics.json`` of the run, and are printed. The model card
-    is written anew, and the folder ``model/`` if it is missing. A report is updated
-    only if there is one, and the predictions are not.
+    The newest checkpoint of discovery is evaluated, whether or not the run was
+    finished. The new metrics replace ``metrics.json`` of the run, and are printed. The
+    model card is written anew, and the folder ``model/`` if it is missing. A report is
+    updated only if there is one, and the predictions are not.
 
     Args:
         target: The directory of the run, a path or URI.
@@ -161,8 +162,9 @@ def evaluate(target: str, given: Mapping[str, Any]) -> None:
             (``compute.*``), and where the data is now (``data.*``).
 
     Raises:
-        ConfigError: There is no such run, its data cannot be read or has changed, or
-            another command holds the directory.
+        ConfigError: There is no such run, a setting is refused, this machine lacks the
+            device or the package of the encoder, the data cannot be read or has
+            changed, or another command holds the directory.
         StorageError: The run has no checkpoint of discovery, or a file is damaged.
         Interrupted: The user stopped it. The former metrics stay.
     """
@@ -211,13 +213,17 @@ def apply_classes(run: Run, model: Classifier, edited: list[OutputClass]) -> Non
 
     Names, merged classes and dropped classes change in the model, the predictions and
     their tables, the metrics, the report and exported models. Rows are only predicted
-    or evaluated again if other classes were merged or dropped; new names are written
-    into the stored predictions.
+    again if the stored predictions are of other merged or dropped classes or of another
+    model, and only evaluated again if the metrics are of other merged or dropped
+    classes. New names are written into the stored predictions. If rows are predicted or
+    evaluated, or there is a report, all images are opened: decoded, or their features
+    read or computed, unless they are streamed.
 
     A file that the directory does not have, such as a report, is not created. The model
-    card is always written. A report, or an exported model, that cannot be updated is
-    named in a printed warning and stays as it is. The last line that is printed names
-    what was updated.
+    card is always written. A report is not updated if the data is missing or has
+    changed, and neither is an exported model if the package for its export is missing.
+    A printed warning names such a file. The last line that is printed names what was
+    updated.
 
     Args:
         run: The run, inside ``run.locked()``, so that no other command writes into its
@@ -231,7 +237,10 @@ def apply_classes(run: Run, model: Classifier, edited: list[OutputClass]) -> Non
 
     Raises:
         ConfigError: Rows must be predicted or evaluated again, and the data is missing
-            or has changed. No file was changed then.
+            or has changed. No file was changed then. Or too many images cannot be read,
+            or their features cannot be computed; the model has the new classes then.
+        NumericsError: A model, exported again, computes something else than the
+            original. Most files have the new classes then.
         StorageError: A file of the run is damaged, or cannot be written.
     """
     storage, folder = run.storage, model_folder(run.storage)
@@ -461,6 +470,10 @@ def _train_and_evaluate(run: Run, also: Show = lambda line: None) -> dict[str, f
 
     Returns:
         The metrics by name, empty unless ``run.evaluate``.
+
+    Raises:
+        UnoError: One of the errors of :meth:`uno.session.run.Backend.train`, for the
+            same reasons. It is Interrupted if the user stopped the work.
     """
     directory.delete_leftovers(run.storage)
     reached = [
@@ -491,8 +504,9 @@ def _train_and_evaluate(run: Run, also: Show = lambda line: None) -> dict[str, f
 def _save_model(run: Run) -> Classifier:
     """Write the trained model of a run into its folder ``model/``, and return it.
 
-    The network ``run.trained`` is moved to the CPU. No class is merged or dropped, and
-    discovered classes are named "novel-1" and so on.
+    Existing files of the model are replaced. The network ``run.trained`` is moved to
+    the CPU. In the new model no class is merged or dropped, and discovered classes are
+    named "novel-1" and so on.
 
     Raises:
         StorageError: The run has no checkpoint of discovery, or a file cannot be
@@ -546,9 +560,9 @@ def show_results(storage: Storage, values: dict[str, float]) -> None:
 
     The results are the verdict, if the metrics have one; the numbers of images in each
     predicted class, if the run has predictions, among all rows that training saw no
-    label of, which includes test rows; and the table of accuracies, if the data has
-    true classes. Commands are only suggested if the run has a report. Predictions that
-    are damaged are left out.
+    label of, which includes test rows; the table of accuracies, if the data has true
+    novel classes; and the path of the directory. Commands are only suggested if the run
+    has a report. Predictions that are damaged are left out.
 
     Args:
         storage: The run directory.

@@ -53,8 +53,9 @@ def predict(
 
     Without a source, the rows of the run itself are classified. The predictions are a
     table of Parquet files, in the folder ``predictions`` of the output directory. Files
-    that an interrupted command has finished are not computed again. The numbers of rows
-    and the paths of what was written are printed.
+    that an interrupted command has finished are not computed again. Unless ``given``
+    says otherwise, this process classifies, with PyTorch, and on the GPU if there is
+    one. The numbers of rows and the paths of what was written are printed.
 
     Args:
         target: The directory of the run, or a copy of its folder ``model/``, a path or
@@ -75,8 +76,10 @@ def predict(
     Raises:
         ConfigError: The source cannot be read or does not fit the model, "output" is
             missing, the output directory is that of another run, or of a run if there
-            is a source, it holds predictions of another model or other data, or
-            ``folders`` is asked for vectors without images.
+            is a source, it holds predictions of another model or other data and
+            "output" is given, it holds a folder ``predictions`` that this program did
+            not write, ``folders`` is asked for vectors without images, or this machine
+            lacks the device or a package that was asked for.
         StorageError: There is no trained model, or a file is damaged.
         Interrupted: The user stopped it. Finished parts of the table are kept.
     """
@@ -187,6 +190,10 @@ def _predict(run: Run, model: Classifier, writer: PredictionWriter) -> Summary:
     Returns:
         The numbers of all, readable and unreadable rows, and the path of the
         predictions.
+
+    Raises:
+        UnoError: One of the errors of the method ``predict`` of the backend: a
+            ConfigError or a StorageError.
     """
     if writer.complete:
         return writer.finish()

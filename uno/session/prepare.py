@@ -60,8 +60,8 @@ def open_run(
     Nothing is written into the directory of the run, with one exception: a former run,
     which a killed command with ``--overwrite`` has set aside, is moved back, or deleted
     if the new run has a checkpoint. What was decided is printed. Weights "pretrained"
-    are fetched if the directory lacks them or the run is overwritten, and are in
-    ``first_files`` of the run.
+    are fetched if the directory lacks them or the run is overwritten. They are in
+    ``first_files`` of the run, and so is the estimate for a number "auto".
 
     Args:
         config: The configuration before the data is read, from
@@ -77,13 +77,15 @@ def open_run(
             and it is not checked whether the directory may hold the new run.
 
     Returns:
-        The run, not locked, with ``resumes`` set if its directory holds it already.
+        The run, not locked. Its attribute ``resumes`` is True if its directory holds it
+        already and it is not overwritten; in a dry run it is always False.
 
     Raises:
         ConfigError: The settings do not fit each other or the data, the weights are
             missing or do not fit, the package of a logger is missing, the directory
             holds something else or a run of other settings or data, another command
             holds the directory, or ``data.num_novel`` is "auto" in a dry run.
+        StorageError: A file cannot be read or written.
         Interrupted: The user stopped the estimate of the number of novel classes.
     """
     assert config.output is not None
@@ -140,8 +142,8 @@ def open_stored_run(target: str, given: Mapping[str, Any]) -> Run:
             (``compute.*``), and where the data is now (``data.*``).
 
     Returns:
-        The run, not locked and without phases to train, with ``resumes`` set. Its rows
-        are read at the first use of ``run.task``.
+        The run, not locked and without phases to train. Its attribute ``resumes`` is
+        True. Its rows are read at the first use of ``run.task``.
 
     Raises:
         ConfigError: The directory holds no run or a damaged one, a setting is refused,
@@ -159,7 +161,9 @@ def check_source(config: Config, given: Mapping[str, Any]) -> None:
 
     This is ``uno data check``. The directory of the run is neither read nor written,
     weights of a library are not fetched, and it is not checked whether the run fits
-    into memory. Images are decoded for up to a minute.
+    into memory. Weights in a file, or of another run, are checked. A number of novel
+    classes of "auto" is not estimated: two are assumed, and a line says so. Images are
+    decoded for up to a minute.
 
     Args:
         config: The configuration before the data is read, from
@@ -224,8 +228,8 @@ def check_data(
     """Check the data of a run before anything is computed, and print the findings.
 
     Warnings and notes are printed, and last a line with the numbers of rows and
-    classes. If a finding is an error, only the report of ``in_full`` is printed before
-    that is raised.
+    classes. If a finding is an error, it is raised, and nothing is printed before but
+    the report of ``in_full``.
 
     Args:
         config: The configuration of the run, after its data was read.

@@ -38,9 +38,10 @@ class _TorchWorker(distributed.GroupWorker):
     """The process of one rank that torchrun started. Rank 0 shows the metrics.
 
     Args:
-        backend: Has the number of the rank and of all ranks.
+        backend: Has the number of this rank, and how many ranks there are.
         device: The device of this rank.
-        asked_to_stop: Returns whether this rank has received a signal to stop.
+        asked_to_stop: Returns whether this rank has received a signal to stop. Only
+            rank 0 asks it, at most every two seconds, and all ranks follow its answer.
         show: Takes each line of metrics of this rank. On other ranks than 0 it does
             nothing.
     """
@@ -150,6 +151,11 @@ class TorchrunBackend(LocalBackend):
 
         Args:
             config: The configuration, which decides whether a GPU is used.
+
+        Returns:
+            ``host``, the share of the free main memory, and ``device``, that of the
+            GPU, None without a GPU. The other values, which concern Ray clusters, are
+            None.
         """
         memory = super().free_memory(config)
         return memory._replace(host=memory.host // self._local_size)
@@ -169,7 +175,7 @@ class TorchrunBackend(LocalBackend):
             The metrics by name, empty unless ``run.evaluate``.
 
         Raises:
-            ConfigError: Too many images cannot be read.
+            ConfigError: Too many images cannot be read, or too few rows are left.
             NumericsError: Training met numbers that are not finite, again and again.
             StorageError: A checkpoint or other file cannot be read or written.
             Interrupted: The user stopped it, or another rank was lost.
@@ -191,8 +197,9 @@ class TorchrunBackend(LocalBackend):
     def follow(self) -> None:
         """Train and evaluate the run that rank 0 describes, and print nothing.
 
-        This waits without limit until rank 0 begins to train. It returns at once if
-        rank 0 ends without training. What training prints is discarded.
+        This waits without limit until rank 0 begins to train or ends. If rank 0 ends
+        without training, nothing is done. What training prints to the standard output
+        is discarded.
 
         Raises:
             ConfigError: This machine has other data than that of rank 0.
@@ -249,10 +256,11 @@ class TorchrunBackend(LocalBackend):
         """Train and evaluate a run as one of the ranks. All ranks call this.
 
         Rank 0 computes and caches the features of a frozen encoder before the other
-        ranks open the data, and it alone lists unreadable images. A signal asks
-        training to stop, and the request of rank 0 counts. If an error ends this
-        function, SIGTERM is ignored from then on, because torchrun sends it to all
-        ranks as soon as one has ended. The number of threads of PyTorch is set.
+        ranks open the data, and it alone lists unreadable images. A first SIGTERM,
+        SIGINT (Ctrl-C) or SIGHUP asks training to stop, and the request of rank 0
+        counts; it does not end the evaluation. If an error ends this function, SIGTERM
+        is ignored from then on, because torchrun sends it to all ranks as soon as one
+        has ended. PyTorch's number of threads is set, and on GPUs its current GPU.
 
         Args:
             run: The run. Its phases are trained; without phases it is only evaluated.
@@ -260,6 +268,10 @@ class TorchrunBackend(LocalBackend):
 
         Returns:
             The metrics by name, the same on all ranks; empty unless ``run.evaluate``.
+
+        Raises:
+            UnoError: One of the errors of :meth:`train`. It is Interrupted if training
+                was stopped or another rank was lost.
         """
         config, storage, device = run.config, run.storage, run.device
         torch.set_num_threads(num_threads(config, self._local_size))

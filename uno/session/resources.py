@@ -78,8 +78,9 @@ def free_memory(config: Config) -> FreeMemory:
 def free_host_bytes() -> int:
     """Return the bytes of main memory that are free for this process.
 
-    This is the smaller of what Linux calls available and what is left of the
-    container's limit. On other systems it is the whole memory of the machine.
+    This is the smaller of what Linux calls available and what is left of the limit of
+    its control group (version 2), such as that of a container. On other systems it is
+    the whole memory of the machine.
     """
     free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError), open(MEMINFO, encoding="ascii") as file:  # Linux only
@@ -146,8 +147,9 @@ def choose_loading(
     """Choose whether the images of a run are kept in memory or streamed.
 
     The wish of the user counts. With "auto" they are kept in memory if the run needs
-    that (vectors, a pretext task, or the method), or if they fit into 60 % of the
-    tightest limit in ``memory``.
+    that (vectors, a pretext task, or the method), or if they (with a frozen encoder,
+    their features) fit into 60 % of the tightest limit in ``memory``. With workers the
+    limits are lower, see :func:`_image_budget`.
 
     Args:
         config: ``data.loading`` is the wish of the user, or "auto".
@@ -193,10 +195,12 @@ def _image_budget(config: Config, memory: FreeMemory) -> tuple[float, str]:
         memory: The free memory of the machines of the run.
 
     Returns:
-        The number of bytes, which is 60 % of the tightest limit, and the name of this
-        limit, such as "free host memory". What Ray's processes need is subtracted from
-        the free main memory. With workers and a frozen encoder, half of the main memory
-        counts, because the features are in this process and in Ray's object store.
+        The number of bytes, which is 60 % of the tightest limit; and the name of this
+        limit: "free host memory", "free device memory", "the smallest object store of
+        the cluster" or "the driver's memory". With workers, 2 GB and 750 MB for each
+        worker are subtracted from the free host memory, for Ray's processes. With
+        workers and a frozen encoder, half of the host memory and half of the driver's
+        count, because the features are in this process and in Ray's object store.
     """
     workers = config.compute.num_workers
     programs = RAY_BYTES + workers * WORKER_BYTES if workers else 0
@@ -242,10 +246,11 @@ def check_memory(config: Config, task: Task) -> None:
     """Check that a run can fit into the free memory of this machine.
 
     Without workers this is the memory of the GPU if the run uses one, otherwise the
-    main memory; with workers it is the main memory. Images count if they are kept in
-    memory. Nothing is checked with workers if ``compute.device`` is "cuda", or if the
-    environment variable RAY_ADDRESS names a running Ray cluster. The network is built
-    in any case, so that a method can refuse the encoder.
+    main memory; with workers it is the main memory. Images, or the features in their
+    place, count if they are kept in memory: those of all rows, but on a GPU only those
+    of training rows. Nothing is checked with workers if ``compute.device`` is "cuda",
+    or if the environment variable RAY_ADDRESS names a running Ray cluster. The network
+    is built in any case, so that a method can refuse the encoder.
 
     Args:
         config: The configuration of the run.

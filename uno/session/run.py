@@ -61,7 +61,8 @@ class Backend(Protocol):
             The metrics of the evaluation by name, empty unless ``run.evaluate``.
 
         Raises:
-            ConfigError: Too many images cannot be read.
+            ConfigError: Too many images cannot be read, or the configuration does not
+                fit the rows that are left or the workers.
             NumericsError: Training met numbers that are not finite, again and again.
             StorageError: A checkpoint or other file cannot be read or written.
             Interrupted: The user stopped it. If a phase was being trained, its
@@ -234,6 +235,7 @@ class Run:
 
         Raises:
             ConfigError: Another command holds the directory.
+            StorageError: The lock file cannot be read or written.
         """
         with lock_run(self.storage, on_wait=print_line) as self.lock, self.cleanup:
             self.storage = self.lock.storage
