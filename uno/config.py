@@ -1453,8 +1453,9 @@ def parse_yaml(data: bytes, where: str) -> Mapping[str, Any]:
             if number > MAX_CONFIG_VALUES:
                 raise ValueError(f"more than {MAX_CONFIG_VALUES} values")
         tree = yaml.load(text, Loader=SAFE_LOADER)
-    # Examples are text that is not UTF-8, month 13, and an integer of 5000 digits.
-    except (yaml.YAMLError, ValueError) as error:
+    # Examples are text that is not UTF-8, month 13, an integer of 5000 digits, and
+    # values that are not of the type that their tag says, such as "!!bool x".
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError) as error:
         raise ConfigError(f"{where}: {' '.join(str(error).split())}") from None
     if tree is None:  # The file has comments only.
         return {}

@@ -558,8 +558,8 @@ def split_labels(y: ArrayLike) -> tuple[NDArray[Any], NDArray[np.bool_]]:
 
     Returns:
         The labels (N,), which have no meaning for unlabeled rows; and a mask (N,) that
-        is true for labeled rows. Labels of an array of objects become strings, numbers
-        or booleans if any row is labeled.
+        is true for labeled rows. Labels of an array of objects become strings or
+        numbers if any row is labeled, and booleans become 0 and 1.
 
     Raises:
         ValueError: ``y`` is None, is not one column, or holds values that are no
@@ -580,6 +580,8 @@ def split_labels(y: ArrayLike) -> tuple[NDArray[Any], NDArray[np.bool_]]:
         labels = labels.copy()
         labels[~is_labeled] = labels[is_labeled][0]
         labels = np.array(labels.tolist())  # strings or numbers, not objects
+    if labels.dtype.kind == "b":  # novel classes get the numbers from 2
+        labels = labels.astype(np.int64)
     check_classification_targets(labels[is_labeled])
     return labels, is_labeled
 
@@ -606,7 +608,7 @@ def name_novel_classes(known: NDArray[Any], num_novel: int) -> NDArray[Any]:
     Returns:
         The names (C_u,). If the known classes are numbers: the integers that follow the
         largest one, in the type of ``known`` or a wider one in which they fit.
-        Otherwise, also for booleans, the strings ``"novel-1"``, ``"novel-2"``, ... of
+        Otherwise the strings ``"novel-1"``, ``"novel-2"``, ... of
         which names of known classes are left out.
     """
     if known.dtype.kind in "iuf":

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from unittest.mock import MagicMock, Mock
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -288,6 +289,20 @@ def test_copies_end_like_images_where_ids_do_not(run, images, tmp_path):
     out = tmp_path / "names"
     uno("predict", run, "--data", images / "u.csv", "--folders", "--output", out)
     assert len([*(out / "by_class").rglob("*.png")]) == 3
+
+
+def test_a_row_of_vectors_without_a_picture_is_named(tmp_path, capsys):
+    rows = np.random.default_rng(0).normal(size=(40, 8)).astype(np.float32)
+    (tmp_path / "a.png").write_bytes(encoded(pixels(0)))
+    table = {"embedding": list(rows), "label": [i % 2 or None for i in range(40)]}
+    table["path"] = ["a.png"] * 39 + [None]
+    pq.write_table(pa.table(table), tmp_path / "v.parquet")
+    source = f"vectors:{tmp_path}/v.parquet"
+    argv = ["--data", source, "--num-novel", 2, "--output", tmp_path / "run"]
+    uno("discover", *argv, "--compute.threads", 1)
+    argv = ["predict", tmp_path / "run", "--folders"]
+    line = refused(capsys, 2, *argv)
+    assert "the picture of row-39 cannot be copied: it has no path" in line
 
 
 def test_predictions_of_a_run_are_not_written_into_another_one(run, tmp_path, capsys):

@@ -3,6 +3,7 @@
 import math
 import re
 import sys
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from tests.uno.data.builders import failure
 from uno.config import Config, ModelConfig, override
 from uno.encoders.build import build_encoder, frozen_parts
+from uno.encoders.weights import load_encoder_
 
 
 def encoder_of(name: str, stem: str = "cifar", **options):
@@ -151,6 +153,16 @@ def test_shortcuts_of_few_channels_are_strided_convolutions(size):
 
 
 TOYS = "tests.uno.toy_encoders"
+
+
+def test_an_encoder_with_classifiers_in_its_middle_loses_them(monkeypatch):
+    """In training they would be part of what it returns."""
+    whole = torchvision.models.googlenet(weights=None, init_weights=False)
+    monkeypatch.setattr(torchvision.models, "get_model", Mock(return_value=whole))
+    weights = whole.state_dict()
+    encoder = encoder_of("torchvision:googlenet").train()
+    assert encoder(torch.rand(2, 3, 64, 64)).shape == (2, 1024)
+    load_encoder_(encoder, weights, "a file")
 
 
 @pytest.mark.parametrize(

@@ -226,6 +226,14 @@ def test_bad_input_gets_a_clear_error(blobs, parameters, labels, message):
         NovelClassDiscovery(**parameters).fit(features, labels)
 
 
+def test_booleans_are_the_classes_0_and_1(blobs):
+    features, classes = blobs
+    labels = np.array([bool(c) if c < 2 else None for c in classes], object)
+    model = NovelClassDiscovery(4).fit(features, labels)
+    assert model.classes_.tolist() == [0, 1, 2, 3, 4, 5]
+    assert model.score(features[classes < 2], classes[classes < 2] == 1) == 1
+
+
 def test_a_score_of_unequal_lengths_is_refused(blobs):
     features, classes = blobs
     model = NovelClassDiscovery(2).fit(features, hide_from(classes, 3))

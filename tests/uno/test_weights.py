@@ -109,6 +109,14 @@ def test_a_pickle_inside_is_refused(tmp_path, write):
     assert not mark.exists()
 
 
+def test_a_file_that_holds_itself_is_refused(tmp_path):
+    content = {"epoch": 3}
+    content["model"] = content
+    torch.save(content, tmp_path / "w.pt")
+    with pytest.raises(StorageError, match="holds no weights by name"):
+        read_weights(str(tmp_path / "w.pt"))
+
+
 @pytest.mark.parametrize(
     ("content", "line"),
     [
@@ -281,12 +289,19 @@ def test_a_repository_of_the_hub_gives_an_encoder_and_its_weights(hub_cache):
         ({"model_type": "dinov2"}, r"not a repository of timm's.*package\.module"),
         ({"architecture": "no_such_vit"}, "timm has no 'no_such_vit'"),
         (None, "config.json cannot be downloaded.*copy another machine's cache"),
+        ("{", "config.json cannot be downloaded.*copy another machine's cache"),
     ],
 )
 def test_a_repository_without_an_encoder_of_timm_is_one_line(hub_cache, content, line):
     if content is not None:
-        (hub_cache / "config.json").write_text(json.dumps(content))
+        text = content if isinstance(content, str) else json.dumps(content)
+        (hub_cache / "config.json").write_text(text)
     assert re.search(line, failure(encoder_of, "timm:hf-hub:lab/cells"))
+
+
+def test_a_name_that_no_repository_can_have_is_one_line():
+    pytest.importorskip("timm")
+    assert "org/a--b" in failure(encoder_of, "timm:hf-hub:org/a--b")
 
 
 def test_an_encoder_that_takes_other_images_is_one_line():

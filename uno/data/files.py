@@ -34,6 +34,7 @@ TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}")  # name of a file that is being wri
 
 FLAT = ("s3", "gcs", "abfs")  # object stores have no directories to create
 LISTERS = 16  # remote folders that are listed at the same time
+REQUESTS = 32  # requests at the same time for the size and time of remote files
 # Levels of remote folders that are listed one by one; one request lists all below them.
 PREFIX_LEVELS = 2
 HIDDEN = re.compile(r"(^|/)(\.|__MACOSX(/|$))")  # files that file managers leave behind
@@ -222,9 +223,8 @@ def _walk_local(root: str, follow_links: bool) -> Iterator[FileEntry]:
     """Yield the files below a local folder in the order of their relative paths.
 
     Hidden files and folders are left out, and so are devices, sockets and the like. A
-    link to a folder that is being listed is left out, so loops of links end. But a link
-    to ``root`` itself counts as one that leads out of it. A link whose target does not
-    exist is a file of size -1 and time 0.
+    link to a folder that is being listed is left out, so loops of links end. A link
+    whose target does not exist is a file of size -1 and time 0.
 
     Args:
         root: The local folder.
@@ -248,7 +248,7 @@ def _walk_local(root: str, follow_links: bool) -> Iterator[FileEntry]:
 
         Raises:
             ConfigError: The folder cannot be listed, or a link leads out of the root
-                (or to the root itself) and ``follow_links`` is False.
+                and ``follow_links`` is False.
         """
         real = os.path.realpath(folder)
         if real in above:
@@ -260,7 +260,8 @@ def _walk_local(root: str, follow_links: bool) -> Iterator[FileEntry]:
             if HIDDEN.search(name):
                 continue
             path = entry.path
-            is_left = entry.is_symlink() and not os.path.realpath(path).startswith(base)
+            real_path = f"{os.path.realpath(path)}/"
+            is_left = entry.is_symlink() and not real_path.startswith(base)
             if is_left and not follow_links:
                 raise ConfigError(
                     f"link {path} points outside the data folder {root}; copy the file,"
@@ -600,9 +601,11 @@ def with_remote_facts(files: Sequence[FileEntry]) -> list[FileEntry]:
     wanted = [file for file in files if is_uri(file.path) and file.time < 0]
     infos = []
     if wanted:
-        with reading(wanted[0].path):
+        with reading(wanted[0].path), ThreadPoolExecutor(REQUESTS) as pool:
+            # a list of paths would be asked for one after the other
             places = [locate(file.path) for file in wanted]
-            infos = places[0][0].get_file_info([inner for _, inner in places])
+            ask = places[0][0].get_file_info
+            infos = list(pool.map(ask, [inner for _, inner in places]))
     known = {
         file: file._replace(size=info.size, time=info.mtime_ns)
         for file, info in zip(wanted, infos, strict=True)

@@ -262,7 +262,8 @@ def _answers_of_table(path: str) -> Answers:
         raise ConfigError(f"{path}: needs the columns id and label; it has {has}")
     for name, value in zip(columns[image], columns[label], strict=True):
         if not is_missing(name) and not is_missing(value):
-            if isinstance(value, Mapping) and "choices" not in value:
+            choices = value.get("choices") if isinstance(value, Mapping) else []
+            if not isinstance(choices, list):
                 raise ConfigError(
                     f"{path}: the {label} of {one_line(name)} is no name of a class:"
                     f" {one_line(value)}"

@@ -72,6 +72,8 @@ class SmallResNet(nn.Module):
 
 HUB = "hf-hub:"
 """Prefix of an encoder in a repository of the Hugging Face Hub, after ``timm:``."""
+AUXILIARY = ("aux1", "aux2", "AuxLogits")
+"""Classifiers in the middle of a model of torchvision, which only training uses."""
 SMALL_STEMS = {"cifar": (3, 1), "cifar_stride2": (4, 2)}
 """Kernel size and stride of the stems for small images. Their padding is 1."""
 
@@ -332,7 +334,7 @@ def describe_timm(model_name: str) -> tuple[str, dict[str, Any]]:
         return model_name, {} if found is None else found.to_dict()
     try:
         description, name, _ = load_model_config_from_hf(model_name.removeprefix(HUB))
-    except OSError as error:  # The errors of the hub are OSErrors.
+    except (OSError, ValueError) as error:  # ValueError: a name that no repository has
         raise ConfigError(
             f"model.encoder timm:{model_name}: config.json cannot be downloaded"
             f" ({one_line(error)[:120]}); copy another machine's cache into"
@@ -373,6 +375,10 @@ def _from_torchvision(model_name: str) -> nn.Module:
         )
     encoder.num_features = encoder.get_submodule(classifier).in_features
     encoder.set_submodule(classifier, nn.Identity())
+    for name in AUXILIARY:
+        if hasattr(encoder, name):
+            setattr(encoder, name, None)
+            encoder.aux_logits = False
     return encoder
 
 

@@ -329,12 +329,11 @@ def _parse_weights(data: bytes, source: str) -> dict[str, Tensor]:
         ) from None
     if not isinstance(content, Mapping):
         content = {}
-    while nested := [
-        content[key]
-        for key in ("state_dict", "model")
-        if isinstance(content.get(key), Mapping)
-    ]:
-        content = nested[0]
+    for _ in range(MAX_NESTING):  # a hostile file may hold itself
+        for key in ("state_dict", "model"):
+            if isinstance(content.get(key), Mapping):
+                content = content[key]
+                break
     tensors = {
         key: value for key, value in content.items() if isinstance(value, Tensor)
     }
@@ -347,7 +346,11 @@ def _parse_weights(data: bytes, source: str) -> dict[str, Tensor]:
 
 # Prefixes and classifiers in checkpoints of other programs.
 PREFIXES = ("", "module.", "encoder.", "module.encoder.", "backbone.", "model.")
-CLASSIFIERS = ("fc.", "head.", "heads.", "classifier.", "head_dist.")
+MAX_NESTING = 5  # mappings in mappings of a checkpoint that are looked into
+CLASSIFIERS = (
+    *("fc.", "head.", "heads.", "classifier.", "head_dist."),
+    *("aux1.", "aux2.", "AuxLogits."),
+)
 
 
 def load_encoder_(
@@ -469,8 +472,8 @@ def _fetch_timm(model_name: str) -> dict[str, Tensor]:
 
     They are read from the cache of the Hugging Face Hub, or downloaded into it. The few
     weights for which timm knows only a URL are in PyTorch's cache instead. If the
-    Hub's cache has no ``model.safetensors`` of the encoder, the server must answer a
-    first request within ``NETWORK_TIMEOUT_S`` (10) seconds.
+    Hub's cache has no weights of the encoder, the server must answer a first request
+    within ``NETWORK_TIMEOUT_S`` (10) seconds.
 
     Args:
         model_name: The name after ``timm:``.
@@ -484,18 +487,22 @@ def _fetch_timm(model_name: str) -> dict[str, Tensor]:
     from huggingface_hub import constants, try_to_load_from_cache
 
     cfg = describe_timm(model_name)[1]
-    repository = str(cfg.get("hf_hub_id") or "").partition("@")[0]
+    repository, _, revision = str(cfg.get("hf_hub_id") or "").partition("@")
     if not repository and not cfg.get("url"):
         raise ConfigError(
             f"model.weights pretrained: timm has no weights for {model_name}"
         )
     file = (
-        f"{constants.ENDPOINT}/{repository}/resolve/main/model.safetensors"
+        f"{constants.ENDPOINT}/{repository}/resolve/{revision or 'main'}"
+        "/model.safetensors"
         if repository
         else cfg["url"]
     )
-    is_cached = repository and isinstance(
-        try_to_load_from_cache(repository, "model.safetensors"), str
+    is_cached = repository and any(
+        isinstance(
+            try_to_load_from_cache(repository, name, revision=revision or None), str
+        )
+        for name in ("model.safetensors", "pytorch_model.bin")
     )
     try:
         if not is_cached:  # timm itself gives up only after a minute

@@ -18,7 +18,7 @@ from uno.data.stream import TrainData
 from uno.errors import ConfigError
 from uno.heads import unit
 from uno.methods import Method
-from uno.methods.common import set_prototypes_
+from uno.methods.common import require_every_class, set_prototypes_
 from uno.model import UnoModel
 from uno.objective import unified_objective
 from uno.steps import Batch, Loss, TrainState
@@ -122,7 +122,9 @@ class ClusteringMethod(Method):
                 novel classes, in the GCD setting the known ones, too. Or no labeled or
                 no unlabeled image can be read.
         """
-        labeled, labels, unlabeled = training_features(config, model, train)
+        sample = training_features(config, model, train)
+        require_every_class(config, sample, train.num_known)
+        labeled, labels, unlabeled = sample
         gcd, num_novel = config.data.setting == "gcd", train.num_novel
         num_clusters = num_novel + train.num_known * gcd
         if len(unlabeled) <= num_clusters:

@@ -18,6 +18,7 @@ from uno.errors import ConfigError
 from uno.heads import unit
 from uno.model import UnoModel
 from uno.steps import Batch, TrainState, forward
+from uno.text import plural
 
 
 def forward_two_views(state: TrainState, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
@@ -73,7 +74,7 @@ def sigmoid_rampup(progress: float, rampup: float) -> float:
         ``exp(-5 (1 - t)^2)`` with t = ``progress / rampup``, from 0.0067 to 1. It is 1
         when ``progress`` has reached ``rampup``.
     """
-    t = 1.0 if progress >= rampup else progress / rampup
+    t = progress / rampup if progress < rampup and rampup else 1.0
     return math.exp(-5 * (1 - t) ** 2)
 
 
@@ -148,15 +149,39 @@ def frozen_sample(config: Config, model: UnoModel, train: Any) -> Sample:
 
     Raises:
         ConfigError: The sample has fewer unlabeled rows than there are novel classes,
-            or no labeled or no unlabeled image can be read.
+            no labeled or no unlabeled image can be read, or no image of a known class
+            in the sample.
     """
     sample = training_features(config, model, train)
+    require_every_class(config, sample, train.num_known)
     if len(sample.unlabeled) < train.num_novel:
         raise ConfigError(
             f"method {config.method} needs as many unlabeled rows as new classes"
             f" ({train.num_novel}), not {len(sample.unlabeled)}"
         )
     return sample
+
+
+def require_every_class(config: Config, sample: Sample, num_known: int) -> None:
+    """Check that a sample has a labeled row of every known class.
+
+    A sample is drawn with a row of each class, but images can be unreadable.
+
+    Args:
+        config: The configuration of the run.
+        sample: Features and labels of the readable rows.
+        num_known: The number of known classes C_l.
+
+    Raises:
+        ConfigError: A class has no row.
+    """
+    lost = num_known - len(sample.labels.unique())
+    if lost:
+        raise ConfigError(
+            f"method {config.method} needs a readable labeled image of every known"
+            f" class; {plural(lost, 'class', 'classes')} had none in a sample; run uno"
+            " data check, and repair or remove unreadable images"
+        )
 
 
 @torch.no_grad()

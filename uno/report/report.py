@@ -86,12 +86,11 @@ def write_report(
             model = model.to(device)
             decode = decoder(model, task.rows, config.compute.threads)
             sample = score_sample(task, model, decode)
+            predicted = _predicted_parts(task, sample, summarize(task, sample), config)
         except (StorageError, RuntimeError, ValueError) as error:
             # PyTorch raises RuntimeError for a checkpoint of another shape
             notes.append(f"No predictions: {' '.join(str(error).split())[:300]}.")
             log.warning("report without predictions: %s", error)
-        else:
-            predicted = _predicted_parts(task, sample, summarize(task, sample), config)
     context = {
         **predicted,
         "config": config,

@@ -183,10 +183,12 @@ def _encode(image: Image) -> tuple[bytes, str]:
 
     Raises:
         StorageError: The image file cannot be read.
-        BadImage: The bytes do not begin with the header of an image, or the file is
-            larger than an image may be.
+        BadImage: The path is empty, the bytes do not begin with the header of an image,
+            or the file is larger than an image may be.
     """
     if isinstance(image, str):
+        if not image:
+            raise BadImage("it has no path")
         try:
             content = read_bytes(image, MAX_IMAGE_BYTES)
         except OSError as error:

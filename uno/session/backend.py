@@ -96,9 +96,9 @@ class LocalBackend:
         the evaluation view (the image without random augmentation), afterwards.
         PyTorch's number of threads is set for the whole process. The signals to stop
         are SIGTERM, SIGINT (Ctrl-C) and SIGHUP. The first one ends the computation of
-        features after a chunk, and training before its next step. If no step is left,
-        as while a method clusters features that are there, it has no effect. In the
-        evaluation, and always if the run has no phases, it ends the work at once.
+        features after a chunk, and training before its next step, or before the
+        evaluation if no step is left. In the evaluation, and always if the run has no
+        phases, it ends the work at once.
 
         Args:
             run: The run, inside ``run.locked()``, so that no other command writes into
@@ -138,6 +138,10 @@ class LocalBackend:
             if run.phases
             else "stopped; nothing was changed"
         )
+        if (
+            worker.stop_requested
+        ):  # after the last step, or while features are clustered
+            raise Interrupted(stopped)
         with interrupt_on_signal(stopped):
             return evaluate_rows(run, sets, train, worker)
 

@@ -21,7 +21,7 @@ from uno.data.files import Storage
 from uno.data.splits import train_rows
 from uno.data.unreadable import BAD_SAMPLES
 from uno.encoders.build import require_encoder
-from uno.errors import ConfigError, StorageError
+from uno.errors import ConfigError, NumericsError, StorageError
 from uno.presets import is_custom_data, preset
 from uno.report.report import open_task, write_report
 from uno.results import predictions
@@ -216,14 +216,14 @@ def apply_classes(run: Run, model: Classifier, edited: list[OutputClass]) -> Non
     again if the stored predictions are of other merged or dropped classes or of another
     model, and only evaluated again if the metrics are of other merged or dropped
     classes. New names are written into the stored predictions. If rows are predicted or
-    evaluated, or there is a report, all images are opened: decoded, or their features
-    read or computed, unless they are streamed.
+    evaluated, all images are opened: decoded, or their features read or computed,
+    unless they are streamed. A report reads a sample of them.
 
     A file that the directory does not have, such as a report, is not created. The model
     card is always written. A report is not updated if the data is missing or has
-    changed, and neither is an exported model if the package for its export is missing.
-    A printed warning names such a file. The last line that is printed names what was
-    updated.
+    changed, and neither is an exported model if the package for its export is missing
+    or the new export computes something else. A printed warning names such a file. The
+    last line that is printed names what was updated.
 
     Args:
         run: The run, inside ``run.locked()``, so that no other command writes into its
@@ -239,8 +239,6 @@ def apply_classes(run: Run, model: Classifier, edited: list[OutputClass]) -> Non
         ConfigError: Rows must be predicted or evaluated again, and the data is missing
             or has changed. No file was changed then. Or too many images cannot be read,
             or their features cannot be computed; the model has the new classes then.
-        NumericsError: A model, exported again, computes something else than the
-            original. Most files have the new classes then.
         StorageError: A file of the run is damaged, or cannot be written.
     """
     storage, folder = run.storage, model_folder(run.storage)
@@ -264,7 +262,7 @@ def apply_classes(run: Run, model: Classifier, edited: list[OutputClass]) -> Non
             )
     storage.write(f"{folder}classes.json", stored.dump())
     model, measured = replace(model, classes=edited), None
-    if run.opened is not None:
+    if predict or run.evaluate:
         measured = _train_and_evaluate(run) or None
     finish(run, model, measured, predict, report)
     renamed = not predict and predictions.rename(storage, edited)
@@ -279,7 +277,7 @@ def apply_classes(run: Run, model: Classifier, edited: list[OutputClass]) -> Non
             try:
                 storage.write(name, export(model, format))
                 updated[name] = True
-            except ConfigError as error:
+            except (ConfigError, NumericsError) as error:
                 print_line(
                     f"warning: {name} was not updated and still has the previous"
                     f" classes: {error}"

@@ -458,6 +458,12 @@ def test_a_link_to_nothing_is_an_unreadable_image(tmp_path, target, follow_links
     assert lost and (first, last) == (None, None)
 
 
+def test_a_link_to_the_data_folder_itself_is_a_loop(tmp_path):
+    write_images(tmp_path, ["cat/a.png", "dog/b.png"])
+    (tmp_path / "cat" / "all").symlink_to("..")
+    assert read(tmp_path).ids.to_pylist() == ["cat/a.png", "dog/b.png"]
+
+
 def test_loops_of_followed_links_end(tmp_path):
     write_images(tmp_path, ["data/cat/a.png", "data/dog/b.png"])
     (tmp_path / "data/cat/up").symlink_to("..")

@@ -160,6 +160,7 @@ def test_an_image_in_several_classes_has_no_label_and_is_named(tmp_path, name):
         ("x.xml", '<!DOCTYPE x [<!ENTITY e "e">]><annotations/>', "document type"),
         ("x.csv", "id,class_name\na,b\n", "needs the columns id and label"),
         ("x.jsonl", '{"id": "a", "label": {"is": 1}}', "the label of a is no name"),
+        ("x.jsonl", '{"id": "a", "label": {"choices": 5}}', "the label of a is no"),
     ],
 )
 def test_a_file_without_clear_labels_is_refused(tmp_path, name, content, part):

@@ -1,17 +1,20 @@
 """A run that is finished or resumes on unchanged data reads no image before."""
 
+import os
 import shutil
+import signal
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 
 import uno
+from pipelines import cli
 from tests.uno.session.test_unreadable import settings_of
 from uno.data.files import Storage
 from uno.data.images import Files
 from uno.errors import ConfigError, Interrupted
-from uno.session import pipeline
+from uno.session import backend, pipeline
 from uno.session.backend import LocalBackend
 from uno.training import LocalWorker
 
@@ -62,6 +65,37 @@ def test_a_resumed_run_reads_no_image_before_it_continues(
         uno.discover(**settings)
     assert sum(num_read) > 0  # a new run looks at its images
     expect_no_work(uno.discover, **settings)
+
+
+def test_a_run_that_is_stopped_after_its_last_step_is_not_evaluated(
+    settings, tmp_path, monkeypatch
+):
+    """Also where the method has no steps, as with the default for frozen features.
+    The same command goes on.
+    """
+
+    train_phases = backend.train_phases
+
+    def train_and_stop(*args):
+        train = train_phases(*args)
+        os.kill(os.getpid(), signal.SIGINT)
+        return train
+
+    with monkeypatch.context() as patch, pytest.raises(Interrupted, match="resume"):
+        patch.setattr("uno.session.backend.train_phases", train_and_stop)
+        uno.discover(**settings)
+    assert not (tmp_path / "run" / "metrics.json").exists()
+    assert uno.discover(**settings).metrics
+
+
+def test_a_new_name_reads_no_image_for_the_report(
+    settings, num_read, tmp_path, monkeypatch
+):
+    uno.discover(**settings, report=True)
+    trained = Mock(side_effect=WorkBegins)
+    monkeypatch.setattr(LocalBackend, "train", trained)
+    assert cli.main(["classes", str(tmp_path / "run"), "--rename", "novel-1=owl"]) == 0
+    assert "owl" in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_a_finished_run_is_shown_evaluated_and_completed_again(
