@@ -853,8 +853,9 @@ def cached_features(
     New features of readable rows are written to the cache after a chunk if there are 32
     MiB of them or 10 s have passed since the last write. They are also written at the
     end, and when ``compute`` raises an error, so that a later call encodes only the
-    other rows. If the cache lacks any row, ``facts.json`` is written first. Rows that
-    cannot be read are not cached: ``compute`` gets their numbers again in each call.
+    other rows. If the cache lacks any row, ``facts.json`` is written first, which says
+    how features are computed (encoder, weights, views, versions). Rows that cannot be
+    read are not cached: ``compute`` gets their numbers again in each call.
 
     Args:
         cache: The cache of the N rows.

@@ -144,8 +144,9 @@ def with_label_file(rows: Rows, path: str) -> Rows:
         ConfigError: :func:`read_label_file` refuses the file; no image that it names
             is found by :func:`match_images`; all labels of the images that are found
             are numbers, and one is a fraction; or a class has a name longer than
-            ``MAX_LABEL_LENGTH`` or differs only in its spelling from another class of
-            the labels or ``eval_labels``.
+            ``MAX_LABEL_LENGTH``, or one that differs from another class of the labels
+            or ``eval_labels`` only by spaces around it or as ``1`` and ``1.0`` do.
+            Names that differ in capitals are different classes.
     """
     given = read_label_file(path)
     numbers = np.arange(len(rows))

@@ -99,7 +99,8 @@ class StreamedImages:
                 interpolation, the range of values of images of more than 8 bits, and
                 the number of threads.
             images: The images of all rows of the task.
-            bad: Collects the rows that prove unreadable.
+            bad: The record of unreadable rows, which is only kept here: batches of
+                training and evaluation add rows to it, and decoding does not.
         """
         side, threads = config.data.stored_size, config.compute.threads
         how = Decoding.of(config.data)
@@ -279,7 +280,8 @@ def streaming_set(config: Config, task: Task, storage: Storage) -> StreamSet:
         config: The configuration of the run.
         task: All rows of the run.
         storage: The run directory, where unreadable images are listed. The list of an
-            earlier start of the run is read.
+            earlier start of the run is read, so that its images stay in the list and
+            count towards ``data.max_bad_fraction``. They are tried again all the same.
 
     Raises:
         StorageError: The list of an earlier start exists and cannot be read.

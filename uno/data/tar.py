@@ -355,12 +355,13 @@ def find_shards(path: str, follow_links: bool) -> list[FileEntry]:
         path, its size in bytes (-1 if it is not known) and its modification time. For a
         pattern the folder of the source is the one before its first ``*`` or brace.
         Size and time of remote files are looked up. A file that is named without ``*``
-        need not exist.
+        is listed even if it does not exist, with the size -1.
 
     Raises:
-        ConfigError: A folder has no tar files, the pattern names no file or more than
-            :data:`MAX_SHARDS` (a million), a folder cannot be listed, or a link leads
-            out of it and ``follow_links`` is False.
+        ConfigError: A folder has no tar files, no file matches the ``*`` of a pattern,
+            braces stand for no name (as ``{9..0}``), the pattern names more than
+            :data:`MAX_SHARDS` files (a million), a folder cannot be listed, or a link
+            leads out of it and ``follow_links`` is False.
     """
     kind = filesystem.kind(path)
     if kind == "missing":

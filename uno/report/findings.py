@@ -179,9 +179,10 @@ def class_similarity(features: Tensor, classes: Tensor, num_classes: int) -> Ten
     Returns:
         Cosines (C, C) of the class means. Features and class means are scaled to length
         one, and then the mean of the means of all classes with rows is subtracted,
-        before the cosines are taken. 1 means identical, and 0 or less means no more
-        similar than two classes are on average. The diagonal, and the rows and columns
-        of classes without rows, are minus infinity.
+        before the cosines are taken. 1 means the same direction from the common mean,
+        -1 the opposite one. Of different classes they are about -1 / (C - 1) on
+        average, so a pair above 0 is more similar than usual. The diagonal, and the
+        rows and columns of classes without rows, are minus infinity.
     """
     member = F.one_hot(classes, num_classes).float()  # (N, C)
     has_rows = member.any(dim=0)

@@ -214,8 +214,9 @@ def filled_tables(values: Mapping[str, float]) -> list[Table]:
         values: The metrics of the run, by key.
 
     Returns:
-        :data:`GENERALIZED` and :data:`ACCURACY` in this order, either only if it has a
-        value. Rows of a table without a value are not removed.
+        :data:`GENERALIZED` and :data:`ACCURACY` in this order, either only if any of
+        its rows has a value. The rows that are left out count for this, too. Other rows
+        without a value are not removed.
     """
     tables = [table for table in (ACCURACY, GENERALIZED) if table.filled(values)]
     if GENERALIZED not in tables:

@@ -92,9 +92,10 @@ def describe_environment(fingerprint: str) -> dict[str, Any]:
         JSON values by name: ``format_version`` of checkpoints; ``numerics``, the number
         of the last change that alters results; ``command``, the command line;
         ``data_fingerprint``; ``python``, its version; ``platform``, the operating
-        system and machine as text; ``processor``, its name and number of cores;
-        ``versions``, those of uno-discovery, torch, torchvision, numpy and ray, as far
-        as they are installed; and ``gpus``, the names of all GPUs of this machine.
+        system and machine as text; ``processor``, its name and the number of cores that
+        this process may use; ``versions``, those of uno-discovery, torch, torchvision,
+        numpy and ray, as far as they are installed; and ``gpus``, the names of the GPUs
+        that PyTorch sees in this process.
     """
     versions = {}
     for name in ("uno-discovery", "torch", "torchvision", "numpy", "ray"):

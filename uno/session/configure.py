@@ -138,8 +138,10 @@ def list_layers(
 
     Args:
         given: The dotted keys that the user has set, with their values. They decide
-            which defaults hold, but are not in the result, except for the sizes that
-            follow from "image_size", or for an encoder from "augment.large.size".
+            which defaults hold, and are not in the result themselves. Two exceptions:
+            the layers of the preset, recipe and method may hold their names, and sizes
+            that follow from "image_size" (or, for a library's or the user's own
+            encoder, from "augment.large.size") are there with that size itself.
         choose_method: Whether the method becomes ``clustering`` if the preset has a
             frozen encoder and the user leaves the method open, see
             :func:`leaves_method_open`.

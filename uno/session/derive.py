@@ -396,8 +396,9 @@ def _derive_image_size(
 
     Returns:
         The sizes of views and of stored images, crop paddings and the stem by dotted
-        key, empty if nothing is derived; and a line for the user, which is "" unless
-        the size follows from the images.
+        key, empty if nothing is derived; and a line for the user that names the size.
+        It is "" if nothing is derived, or if the user gave the size of the large view
+        or of the stored images.
     """
     if config.model.weights is not None or config.model.encoder not in OWN_ENCODERS:
         return {}, ""

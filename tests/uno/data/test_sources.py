@@ -3,6 +3,7 @@
 import hashlib
 import os
 import pickle
+import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -393,9 +394,12 @@ def test_links_stay_inside(tmp_path):
         "kitten/a.png",
         "kitten/again.png",
     ]
-    for target, link in (("secret.png", "cat/b.png"), ("data", "loop")):
+    for target, link, says in (
+        ("secret.png", "cat/b.png", "points outside"),
+        ("data", "loop", "class folder .*/loop holds no images"),
+    ):
         os.symlink(tmp_path / target, data / link)
-        assert "points outside" in failure(read, data)
+        assert re.search(says, failure(read, data))
         os.unlink(data / link)
 
 
