@@ -163,11 +163,9 @@ def main() -> int:
                 num_left -= len(moments)
                 fault = find_fault(command, folder, undisturbed)
                 num_faults += bool(fault)
-                after = ", ".join(f"{moment:.1f}" for moment in moments) or "no kill"
-                print(
-                    f"{kind} killed after {after} s: {fault or 'same weights'}",
-                    flush=True,
-                )
+                after = ", ".join(f"{moment:.1f} s" for moment in moments)
+                what = f"killed after {after}" if moments else "not killed in time"
+                print(f"{kind} {what}: {fault or 'same weights'}", flush=True)
     print(f"{num_runs} runs, {num_faults} faults")
     return int(num_faults > 0)
 
