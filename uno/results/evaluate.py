@@ -64,8 +64,9 @@ def evaluate_run(
     score predictions after the merges, where a row that is predicted as a dropped class
     is wrong. The agreements of :mod:`uno.results.trust` are without merges and drops.
     The baselines cluster features of the network that discovery started from, and use
-    no output of the trained model. If no class was merged or dropped, and there is an unlabeled training row, rank 0 writes ``alignment.json``
-    for :func:`~uno.results.infer.save_model`: which clusters of different heads are the
+    no output of the trained model. If no class was merged or dropped, and there is an
+    unlabeled training row, rank 0 writes ``alignment.json`` for
+    :func:`~uno.results.infer.save_model`: which clusters of different heads are the
     same class. Streamed images of ``sets`` that turn out to be unreadable are added to
     ``bad_samples.jsonl`` in the run directory.
 
