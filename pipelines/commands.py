@@ -8,7 +8,6 @@ is 0.
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Sequence
 from functools import partial
@@ -243,7 +242,7 @@ def demo(argv: Sequence[str]) -> None:
         argv: The arguments after ``uno demo``. ``--workers`` among them replaces the
             number of workers.
     """
-    discover(["--workers", "2", *argv], DEMO)
+    discover(["--workers=2", *argv], DEMO)
 
 
 def discover(
@@ -339,8 +338,9 @@ def predict(argv: Sequence[str]) -> None:
         argv: The arguments after ``uno predict``: the run directory and options.
     """
     options = parse(argv, PREDICT)
-    if "output" in (given := options.overrides):
-        given["output"] = expand_output(str(given["output"]))
+    given = options.overrides
+    if (place := given.pop("output", None)) is not None:
+        given["output"] = expand_output(str(place))
     from uno.session import predict as session
 
     own = options.args
@@ -620,7 +620,7 @@ def _split_path(path: str) -> tuple[Storage, str]:
         The folder as a storage, in which files can be read and written by name; and the
         file name.
     """
-    from uno.data.files import Storage
+    from uno.data.files import Storage, normalize_path, split
 
-    parent, name = os.path.split(os.path.expanduser(path))
-    return Storage(parent or "."), name
+    folder, name = split(normalize_path(path))
+    return Storage(folder), name

@@ -17,7 +17,7 @@ import torch
 from pipelines import ray_env
 from pipelines.workarounds import NODE
 from uno.data.files import Storage
-from uno.errors import RAY, ConfigError, StorageError, one_line
+from uno.errors import RAY, ConfigError, StorageError
 from uno.threads import available_cpus
 
 ANSWER_S = 60.0  # for the answers of nodes, which start a process and import torch
@@ -133,8 +133,9 @@ def _check_space() -> Iterator[Finding]:
         )
         yield low if total < LOW_SHM_BYTES else Finding("ok", text)
     rays_folder = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
-    for folder in (os.getcwd(), rays_folder):
+    for folder in (os.curdir, rays_folder):
         try:
+            folder = os.path.abspath(folder)
             free = shutil.disk_usage(folder).free
             text = f"{free / GIB:.0f} GiB free at {folder}"
             low = Finding("warning", text, "free disk space")
@@ -242,7 +243,7 @@ def _answer_of(ray: Any, task: Any) -> dict[str, Any] | str:
         ray.cancel(task, force=True)
         return f"no answer in {ANSWER_S:g} s"
     except ray.exceptions.RayError as error:
-        return one_line(error)[-200:]
+        return " ".join(str(error).split())[-200:]  # the cause is at the end
 
 
 def finding_of_node(

@@ -17,7 +17,7 @@ from pipelines.ray_env import (
 )
 from uno.config import Config, override, to_dict
 from uno.errors import ConfigError, Interrupted
-from uno.session.console import print_line
+from uno.session.console import interrupt_on_signal, print_line
 from uno.text import plural
 
 if TYPE_CHECKING:  # tasks that decode import this module without that one
@@ -216,7 +216,8 @@ def free_memory(config: Config) -> "FreeMemory":
     workers, here = config.compute.num_workers, _free_on_node(to_dict(config))
     if not workers or not cluster_address():
         return here
-    with connect() as ray:
+    stopped = "stopped while waiting for nodes; resume with the same command"
+    with interrupt_on_signal(stopped), connect() as ray:
         each = wait_for_resources(config, lambda: False)
         stores = [
             node["Resources"].get("object_store_memory")
@@ -234,7 +235,14 @@ def free_memory(config: Config) -> "FreeMemory":
             ray.cancel(task)
         if not done:
             return room
-        found = ray.get(done)
+        try:
+            found = ray.get(done)
+        except ray.exceptions.RayError as error:
+            why = " ".join(str(error).split())[-200:]
+            raise ConfigError(
+                f"a node cannot run this program ({why}); uno doctor --cluster lists"
+                " the nodes"
+            ) from None
         devices = [each.device for each in found if each.device is not None]
         return room._replace(
             host=min(each.host for each in found),

@@ -289,7 +289,7 @@ class Options:
         Raises:
             ConfigError: A setting is unknown, or a value is refused.
         """
-        choose = self.command.name in ("discover", "data")
+        choose = self.command.name in ("pretrain", "discover", "data")
         return configure(self.overrides, self.command.output, choose)
 
 
@@ -571,7 +571,7 @@ def _print_help(options: Options, everything: bool) -> None:
         lines = textwrap.wrap(
             argument.sentence + default, width - column, break_on_hyphens=False
         )
-        if not everything and len(head) < column - 1:
+        if lines and not everything and len(head) < column - 1:
             print(head.ljust(column) + lines.pop(0))
         else:
             print(head)

@@ -23,7 +23,7 @@ from uno.data.sources import read_rows
 from uno.data.splits import labeled_rows, limit_rows
 from uno.errors import ConfigError
 from uno.runs.hardware import num_threads
-from uno.session.console import Progress, print_line
+from uno.session.console import Progress, interrupt_on_signal, print_line
 from uno.text import plural
 
 
@@ -58,6 +58,7 @@ def pack_data(config: Config, shard_mb: int, given: Mapping[str, Any]) -> None:
         rows = rows.take(limit_rows(rows, config.data.limit))
     labeled = labeled_rows(rows, config.data) & rows.is_train
     with (
+        interrupt_on_signal("stopped; the same command continues"),
         ray_env.connect(workers=workers) if workers else nullcontext() as ray,
         Progress() as progress,
     ):

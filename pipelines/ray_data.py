@@ -217,11 +217,14 @@ def decode_task(
         "batch_size": ROWS_PER_DECODE,
         "zero_copy_batch": True,
     }
-    dataset = make_dataset(blocks).map_batches(decode, **batches).materialize()
-    columns = dataset.select_columns(["row", "reason"])
-    facts = pa.concat_tables(
-        columns.iter_batches(batch_size=None, batch_format="pyarrow")
-    )
+    try:
+        dataset = make_dataset(blocks).map_batches(decode, **batches).materialize()
+        columns = dataset.select_columns(["row", "reason"])
+        facts = pa.concat_tables(
+            columns.iter_batches(batch_size=None, batch_format="pyarrow")
+        )
+    except ray.exceptions.RayError as error:
+        raise own_error(error) or error from None
     return dataset.to_arrow_refs(), facts.sort_by("row")["reason"].to_pylist()
 
 

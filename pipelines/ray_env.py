@@ -180,6 +180,12 @@ def _start(
             raise ConfigError(
                 f"{problem}: set TMPDIR to one with a shorter path"
             ) from None
+        if address and isinstance(error, RuntimeError | ValueError):
+            # another version of Ray or Python, or no HOST:PORT
+            ray.shutdown()
+            raise ConfigError(
+                f"cannot use the Ray cluster at {address}: {one_line(error)}"
+            ) from None
         if "timed out during startup" not in str(error):
             raise
         ray.shutdown()
@@ -272,8 +278,14 @@ def check_address(address: str) -> None:
 
     Raises:
         ConfigError: The address does not accept a connection within 10 s, or it is the
-            ``http://`` address of a dashboard, which only ``ray job submit`` takes.
+            ``http://`` address of a dashboard, which only ``ray job submit`` takes, or
+            a ``ray://`` address of Ray's client.
     """
+    if address.startswith("ray://"):
+        raise ConfigError(
+            f"{ADDRESS}={address}: Ray's client is not supported: use"
+            f" {ADDRESS}=HOST:6379 on a node of the cluster, or ray job submit"
+        )
     if address.startswith(("http://", "https://")):
         raise ConfigError(
             f"{ADDRESS}={address} is the dashboard of a cluster: use"
@@ -385,7 +397,13 @@ def use_gpu(config: Config, cluster: dict[str, float]) -> bool:
         config: The configuration of the run.
         cluster: The amount of each resource of the whole cluster, by Ray's name of it
             (``CPU``, ``GPU``).
+
+    Raises:
+        ConfigError: ``compute.device`` is ``cuda``, and a worker has no GPU.
     """
-    if config.compute.device == "auto":
-        return cluster.get("GPU", 0) > 0 and config.compute.gpus_per_worker > 0
-    return config.compute.device == "cuda"
+    compute = config.compute
+    if compute.device == "auto":
+        return cluster.get("GPU", 0) > 0 and compute.gpus_per_worker > 0
+    if compute.device == "cuda" and not compute.gpus_per_worker:
+        raise ConfigError("--device cuda needs --gpus-per-worker above 0")
+    return compute.device == "cuda"

@@ -278,7 +278,7 @@ def run_on_ray(run: Run, show: Show) -> dict[str, float]:
 
     streams, side = config.data.loading == "streaming", config.data.stored_size
     store = store_bytes(config, len(task.rows))
-    with on_stop(stop, STOPPING), ExitStack() as own:
+    with on_stop(stop, STOPPING if run.phases else None), ExitStack() as own:
         connected = ray_env.connect(
             store, config.compute.num_workers, keep_idle=streams
         )
@@ -344,7 +344,8 @@ def run_workers(
             :func:`pipelines.ray_data.shared`.
         show: Takes each line of training metrics, values by name.
         give_up: Returns whether the user has asked to stop. It is asked while workers
-            wait for nodes; at other times the workers see the STOP file.
+            wait for nodes and when they have ended; at other times the workers see the
+            STOP file.
 
     Returns:
         The metrics of the evaluation by name; empty if ``run.evaluate`` is False.
@@ -407,6 +408,9 @@ def run_workers(
     storage.delete(RAY_FOLDER)
     if "interrupted" in outcome:
         raise Interrupted(outcome["interrupted"])
+    if give_up():  # after the last step, or during the evaluation
+        again = "stopped before the run was finished; resume with the same command"
+        raise Interrupted(again if run.phases else "stopped; nothing was changed")
     return outcome["metrics"]
 
 

@@ -197,6 +197,24 @@ def test_a_cluster_that_refuses_is_told_of_tokens(ray, monkeypatch, mode, error,
 
 
 @pytest.mark.parametrize(
+    "error",
+    [RuntimeError("Version mismatch: 3.11.9"), ValueError("Invalid address format")],
+)
+def test_a_cluster_that_cannot_be_used_is_one_line(ray, monkeypatch, error):
+    ray.init.side_effect = error
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setattr(ray_env, "check_address", lambda address: None)
+    with pytest.raises(ConfigError, match=str(error)), ray_env.connect():
+        pytest.fail("connected")
+    assert ray.shutdown.called
+
+
+def test_an_address_of_rays_client_is_refused():
+    with pytest.raises(ConfigError, match=r"ray://head:10001.*HOST:6379"):
+        ray_env.check_address("ray://head:10001")
+
+
+@pytest.mark.parametrize(
     ("problem", "error", "says"),
     [
         ("The current node timed out during startup. This", ConfigError, "too busy"),

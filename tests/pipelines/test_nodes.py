@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from pipelines import backend, nodes, pack, workarounds
+from pipelines import backend, nodes, pack, ray_env, workarounds
 from pipelines.nodes import wait_for_resources
 from pipelines.predict import map_through_model
 from pipelines.tasks import wait_for_task
@@ -203,6 +203,12 @@ def test_shards_that_must_be_here_need_a_cpu_here():
         pack.store_on_ray(ray, config)
     ray.nodes.return_value[0]["Resources"] = {"CPU": 1.0}
     assert pack.store_on_ray(ray, config)
+
+
+def test_workers_on_gpus_have_more_than_none_of_one():
+    config = override(config_of(gpus_per_worker=0), {"compute.device": "cuda"})
+    with pytest.raises(ConfigError, match="--gpus-per-worker above 0"):
+        ray_env.use_gpu(config, {"GPU": 4})
 
 
 def test_workers_of_one_run_do_not_share_a_gpu():

@@ -10,7 +10,7 @@ from typing import Literal
 import pytest
 from pydantic import PositiveInt
 
-from pipelines.commands import DATA, DEMO, DISCOVER, ESTIMATE, PREDICT
+from pipelines.commands import DATA, DEMO, DISCOVER, ESTIMATE, PREDICT, PRETRAIN
 from pipelines.options import Argument, Command, parse, switch
 from tune.sweep import TUNE
 from uno.config import Config, config_hash, flatten, to_dict
@@ -138,6 +138,8 @@ def test_frozen_features_leave_the_choice_to_the_data(more, method):
     line = "--data d --model.encoder torchvision:resnet18 --weights w.pth"
     got = parse([*line.split(), *more.split()], DISCOVER).config
     assert got.method == method
+    # or discovery would refuse the directory of the pretraining
+    assert parse([*line.split(), *more.split()], PRETRAIN).config.method == method
     assert (got.discover.epochs == 0) == (method == "clustering")
     assert got.model.prototype_init == ("kmeans" if method == "uno" else "random")
     assert parse(line.split(), TUNE).config.method == "uno"

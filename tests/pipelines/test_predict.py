@@ -305,6 +305,19 @@ def test_a_row_of_vectors_without_a_picture_is_named(tmp_path, capsys):
     assert "the picture of row-39 cannot be copied: it has no path" in line
 
 
+@pytest.mark.parametrize(
+    "path", ["{}/a b/e.safetensors", "file://{}/a%20b/e.safetensors"]
+)
+def test_an_export_is_written_to_a_path_or_uri(run, tmp_path, path):
+    uno("export", run, "--format", "encoder", "--output", path.format(tmp_path))
+    assert (tmp_path / "a b" / "e.safetensors").exists()
+
+
+def test_predictions_of_other_data_need_a_place(run, capsys):
+    argv = ["predict", run, "--data", "digits", "--output", "none"]
+    assert "need --output DIR" in refused(capsys, 2, *argv)
+
+
 def test_predictions_of_a_run_are_not_written_into_another_one(run, tmp_path, capsys):
     write_model(tmp_path / "other")
     (tmp_path / "other" / "config.yaml").write_text("{}")

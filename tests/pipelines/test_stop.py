@@ -10,8 +10,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from pipelines import ray_env
+from pipelines import ray_env, train
 from uno import distributed
+from uno.config import Config
+from uno.data.files import Storage
 from uno.errors import Interrupted, StorageError
 from uno.session import console
 from uno.session.console import STOP_SIGNALS, interrupt_on_signal, on_stop
@@ -27,6 +29,23 @@ def fake_ray(monkeypatch):
     for name, value in ray_env.ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     return ray
+
+
+@pytest.mark.parametrize(
+    ("phases", "says"), [(("discover",), "resume with the same"), ((), "nothing was")]
+)
+def test_a_stop_after_the_last_step_on_ray_is_heard(
+    fake_ray, monkeypatch, tmp_path, phases, says
+):
+    """Also during an evaluation. Kills: a stop that is announced and ignored."""
+    monkeypatch.setattr(train, "Messages", Mock())
+    monkeypatch.setattr(ray_env, "in_thread", lambda *_: {"metrics": {"acc": 1.0}})
+    run = Mock(storage=Storage(str(tmp_path)), phases=phases)
+    resources = {"CPU": 1.0}
+    args = run, Config(), resources, {}, print
+    with pytest.raises(Interrupted, match=says):
+        train.run_workers(*args, give_up=lambda: True)
+    assert train.run_workers(*args, give_up=lambda: False) == {"acc": 1.0}
 
 
 def test_ray_does_not_take_sigterm_from_us(fake_ray):
