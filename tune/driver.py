@@ -276,7 +276,10 @@ def _tell_loggers(config: Config, claim: RunLock, summary: report.Summary) -> No
     """
     for trial in summary.trials:
         storage = PartStorage(claim.storage, records.trial_name(trial.index))
-        own = override(config, trial.overrides)
+        try:
+            own = override(config, trial.overrides)
+        except ConfigError:  # values that the configuration refuses; the trial failed
+            continue
         with Loggers(own, storage, group=split(claim.storage.uri)[1]) as loggers:
             logged = {"epochs": trial.last_epoch, "loggers": loggers.names}
             if output.read_mapping(storage, LOGGED) != logged:
@@ -377,7 +380,7 @@ def check_options(options: SweepOptions) -> None:
             epochs leaves nothing to train.
     """
     heads = next((d.ends for d in options.space if d.key == "model.num_heads"), ())
-    if options.score == AGREEMENT and min(*heads, num_heads(options.config)) < 2:
+    if options.score == AGREEMENT and min((*heads, num_heads(options.config))) < 2:
         needs = (
             "every trial needs two or more, and baselines have one (model.num_heads)"
         )
@@ -692,14 +695,21 @@ def _run_missing(
                 stop=search.Interruption(stopping.is_set),
                 # A process that dies goes on at its newest checkpoint, unless it dies
                 # again and again in one epoch; what it raises itself is noted.
-                failure_config=tune.FailureConfig(max_failures=-1, fail_fast=False),
+                failure_config=tune.FailureConfig(max_failures=100, fail_fast=False),
             ),
         )
         if not stopping.is_set():
             ray_env.in_thread(tuner.fit)
         if (reason := searcher.storage_error) is not None:
             raise StorageError(
-                f"a trial could not write: {reason}; the same command continues"
+                f"the storage failed in a trial: {reason}; the same command continues"
+            )
+        lost = options.trials - len(ended)
+        if lost and not stopping.is_set():
+            raise StorageError(
+                f"{plural(lost, 'trial')} ended without a result; see that"
+                f" {storage.uri} is on storage that all nodes share; the same command"
+                " continues"
             )
     storage.delete(RAY_FOLDER)
     if stopping.is_set():

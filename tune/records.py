@@ -121,6 +121,9 @@ def trial_name(index: int) -> str:
     return f"trials/{index:04d}"
 
 
+NEEDED = ("space", "epochs", "config")  # names in the settings of every sweep
+
+
 def read_settings(storage: Storage) -> Mapping[str, Any]:
     """Read ``sweep.yaml``, the settings with which a sweep was begun.
 
@@ -133,13 +136,20 @@ def read_settings(storage: Storage) -> Mapping[str, Any]:
         configuration), ``epochs`` (of a trial) and more.
 
     Raises:
-        ConfigError: There is no such file, or it is damaged.
+        ConfigError: There is no such file, it is damaged, or it is of something else.
     """
     if not storage.exists(SETTINGS):
         raise ConfigError(
             f"{storage.uri} is not the directory of a sweep: it has no {SETTINGS}"
         )
-    return parse_yaml(storage.read(SETTINGS, MAX_STATE_BYTES), storage.path(SETTINGS))
+    path = storage.path(SETTINGS)
+    settings = parse_yaml(storage.read(SETTINGS, MAX_STATE_BYTES), path)
+    if lacking := [name for name in NEEDED if name not in settings]:
+        raise ConfigError(
+            f"{path} is not of a sweep of uno tune, or is damaged: it has no"
+            f" {', '.join(lacking)}"
+        )
+    return settings
 
 
 def read_epochs(storage: Storage, index: int) -> list[dict[str, Any]]:

@@ -148,7 +148,7 @@ class Domain:
             return ends.index(value) / max(1, len(ends) - 1)
         if not all(isinstance(number, int | float) for number in (value, *ends)):
             return 0.0
-        scale = math.log if self.scale == "log" else float
+        scale = math.log if self.scale == "log" and not self.choices else float
         value = min(max(value, min(ends)), max(ends))
         places = sorted(zip(ends, np.linspace(0, 1, len(ends)), strict=True))
         return float(
@@ -248,7 +248,10 @@ def load_space(name: str, config: Config) -> Space:
                 f"{key} cannot be searched: it is the same for all trials of a sweep"
             )
         # A value between the ends shows that a field of whole numbers needs scale int.
-        values = (*domain.ends, domain.at(0.37))
+        values = domain.ends
+        if not domain.choices and domain.scale != "int":
+            low, high = domain.ends
+            values = (low, high, low + (high - low) / math.e)
         changed = [override(config, {key: value}) for value in values]
         if config.model.finetune == "none" and _changes_features(key, config, changed):
             if name in SPACES:

@@ -26,7 +26,7 @@ from tune.spaces import Space
 from uno.config import Config, dump_yaml, override
 from uno.data.files import Storage
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError, UnoError
-from uno.runs import DISCOVER, run
+from uno.runs import DISCOVER, PRETRAIN, run
 from uno.runs.journal import read_journal
 from uno.runs.lock import ClaimedStorage
 from uno.training import LocalWorker, Worker
@@ -156,9 +156,10 @@ def run_trial(
             config, fold, worker, storage, folder
         )
         own = override(config, {"model.weights": weights, **rarely})
-        runs.append(
-            (own, fold, PartStorage(storage, f"{folder}/{fold.rows.name}"), steps)
-        )
+        part = PartStorage(storage, f"{folder}/{fold.rows.name}")
+        if PRETRAIN in run.list_phases(own):  # such as for the teacher of rKD
+            run.run_phase(own, PRETRAIN, fold.train, worker, part)
+        runs.append((own, fold, part, steps))
     seconds()  # a pretraining has its own account
     for epoch in range(trial.last_epoch + 1, num_epochs + 1):
         parts = []
@@ -185,11 +186,15 @@ def _mean_results(parts: list[dict[str, float]]) -> dict[str, Any]:
             ``loss``, for each fold.
 
     Returns:
-        The mean of each result by its name; ``scores``, the list of the score of each
-        fold; and ``rows``, the number of scored rows of all folds, which is a sum.
+        The mean of each result by its name, over the folds that have it; ``scores``,
+        the list of the score of each fold; and ``rows``, the number of scored rows of
+        all folds, which is a sum.
     """
+    # A fold without held-out rows of known classes has no accuracy of these.
+    names = dict.fromkeys(name for part in parts for name in part)
     line: dict[str, Any] = {
-        name: statistics.fmean(part[name] for part in parts) for name in parts[0]
+        name: statistics.fmean(part[name] for part in parts if name in part)
+        for name in names
     }
     line["scores"] = [part["score"] for part in parts]
     line["rows"] = sum(part["rows"] for part in parts)
@@ -324,15 +329,16 @@ def missing_pretrainings(
 
     Returns:
         Each pretraining once. The list is empty if the user gave weights. A fold that
-        has fewer rows than a batch of the trial gets none for it.
+        has fewer rows than a batch of the trial gets none for it, and neither does a
+        trial whose values the configuration refuses.
     """
     found: dict[str, Pretraining] = {}
     if options.config.model.weights is not None:
         return []
     for overrides, (number, fold) in product(trials, enumerate(folds)):
-        config = override(options.config, overrides)
         num_labeled, num_unlabeled = fold.sizes
         with contextlib.suppress(ConfigError):  # the trial will fail by it
+            config = override(options.config, overrides)
             run.plans(config, num_labeled, num_unlabeled, 1)
             path = pretrain_path(config, fold)
             found.setdefault(path, Pretraining(path, config, number))

@@ -10,7 +10,7 @@ from pipelines.options import parse
 from tests.pipelines.small import write_images
 from tests.tune.tiny import TINY, fake_sweep, tiny_data, tiny_options
 from tests.uno.data.builders import failure
-from tune import driver, spaces
+from tune import driver, report, spaces
 from tune.driver import sweep_options
 from tune.score import make_folds
 from tune.sweep import TUNE, main
@@ -58,6 +58,7 @@ def test_options_are_its_own_and_those_of_a_run():
         ("--train.batch-size 190", "does not fill one batch"),
         ("--data.known-classes first:2", "at least 3"),
         ("--score agreement --model.num-heads 1", "model.num_heads"),
+        ("--score agreement --method rs", "model.num_heads"),
     ],
 )
 def test_a_mistake_is_refused_before_an_image_is_decoded(
@@ -83,9 +84,12 @@ def test_a_sweep_continues_with_more_trials_unless_its_settings_are_damaged(tmp_
     fake_sweep(tmp_path, tiny_options(tmp_path), [])
     more = tiny_options(tmp_path, "--trials", "99", "--workers", "1")
     storage = fake_sweep(tmp_path, more, [])
-    storage.write("sweep.yaml", b"- damaged")
-    with pytest.raises(ConfigError, match=r"sweep\.yaml"):
-        fake_sweep(tmp_path, more, [])
+    for content in (b"- damaged", b"", b"program: of another tool"):
+        storage.write("sweep.yaml", content)
+        with pytest.raises(ConfigError, match=r"sweep\.yaml"):
+            fake_sweep(tmp_path, more, [])
+        with pytest.raises(ConfigError, match=r"sweep\.yaml"):
+            report.read(storage)
 
 
 def test_a_sweep_of_failures_says_why(tmp_path):
@@ -141,13 +145,14 @@ def test_trials_at_a_time_are_what_the_cluster_holds(tmp_path, words, cluster, n
     [
         ("127.0.0.1:1", "RAY_ADDRESS=local starts one on this machine"),
         ("http://127.0.0.1:8265", "RAY_ADDRESS=HOST:6379, or submit"),
+        ("ray://host:10001", "HOST:6379 on a node"),
     ],
 )
 def test_a_stale_cluster_address_is_one_line(address, says):
     assert says in failure(ray_env.check_address, address)
 
 
-@pytest.mark.parametrize("address", ["", "auto", "local", "ray://host:10001"])
+@pytest.mark.parametrize("address", ["", "auto", "local"])
 def test_an_address_that_ray_understands_is_left_to_ray(address):
     ray_env.check_address(address)
 

@@ -75,7 +75,7 @@ EPSILON, HEADS = "objective.epsilon", "model.num_heads"
             "{low: 2, high: 64, scale: int}",
             "model.num_heads: Input should be less",
         ),
-        # 5.459 heads
+        ("model.hidden_dim", "{low: 512, high: 2048}", "valid integer"),
         (
             HEADS,
             "{low: 1, high: 8}",
@@ -154,6 +154,7 @@ def test_draws_depend_on_seed_and_index_alone():
         pytest.param(UNO[1], 0.12, 0.625, id="between the choices 0.1 and 0.14"),
         (Domain("discover.weight_decay", 1e-5, 1.0, "log"), 0.0, 0),
         (Domain("model.num_heads", choices=(4, 2, 1)), 3, 0.25),
+        (Domain("model.num_heads", scale="log", choices=(0, 1, 3)), 2, 0.75),
     ],
 )
 def test_charts_show_values_on_the_scale_of_their_domain(domain, value, position):

@@ -13,6 +13,7 @@ from tune import records, trial
 from tune.records import PartStorage
 from tune.score import make_folds
 from tune.trial import (
+    _mean_results,
     check_starts,
     missing_pretrainings,
     note_failure,
@@ -157,6 +158,22 @@ def test_pretraining_does_not_depend_on_the_keys_its_hash_leaves_out(
 def test_what_changes_pretraining_has_a_pretraining_of_its_own(options, fold, change):
     changed = override(options.config, change)
     assert pretrain_path(changed, fold.rows) != pretrain_path(options.config, fold.rows)
+
+
+def test_values_that_the_configuration_refuses_have_no_pretraining(
+    options, fold, storage
+):
+    refused = {"model.hidden_dim": 743.6}
+    assert missing_pretrainings(options, [fold.rows], [refused], storage) == []
+
+
+def test_results_of_an_epoch_are_means_over_the_folds_that_have_them():
+    """A fold without held-out rows of known classes has no accuracy of these."""
+    first = {"score": 0.5, "loss": 1.0, "rows": 10}
+    second = {"score": 0.7, "loss": 3.0, "rows": 20, "known_best": 0.9}
+    for parts in ([first, second], [second, first]):
+        line = _mean_results(parts)
+        assert (line["loss"], line["known_best"], line["rows"]) == (2.0, 0.9, 30)
 
 
 def test_each_fold_has_a_pretraining_of_its_own(options):
