@@ -89,6 +89,18 @@ def test_one_known_class_and_few_rows_give_an_estimate():
     assert 2 <= found.low <= found.num_novel <= found.high
 
 
+def test_known_classes_of_one_row_beside_a_large_one(monkeypatch):
+    """The rows that are left may not all be of hidden classes."""
+    monkeypatch.setattr("uno.clustering.num_classes.MAX_ROWS", 60)
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.tensor([0, 1, 2] + [3] * 300)
+    labeled = torch.randn(303, 8, generator=generator)
+    unlabeled = torch.randn(120, 8, generator=generator)
+    for seed in range(6):
+        found = estimate_num_classes(labeled, labels, unlabeled, False, seed)
+        assert found.num_novel >= 2
+
+
 def test_the_largest_number_is_a_limit():
     found = estimate_num_classes(*task(4, 6), gcd=False, seed=0, max_novel=3)
     assert len(found.probabilities) == 2

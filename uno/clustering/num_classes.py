@@ -50,6 +50,7 @@ from uno.clustering.neighbors import (
     mixing_of_cluster,
     smooth_rows,
 )
+from uno.data.images import with_every_class
 
 CALIBRATION_FILE = "num_classes.json"
 MIN_KNOWN = 2  # known classes: one is hidden, and one remains to whiten by
@@ -205,8 +206,8 @@ def find_signs(
     unlabeled rows and a quarter of the rows of the smallest known class, times the
     share of unlabeled rows that are used. At most ``MAX_ROWS`` labeled and as many
     unlabeled rows are used, evenly spaced, the labeled ones in the order of their
-    classes, of which a rare one may have none. With ``gcd``, unlabeled rows that
-    probably have known classes are left out.
+    classes, and a row of each class that would have none. With ``gcd``, unlabeled rows
+    that probably have known classes are left out.
 
     Args:
         labeled: Features (N_l, D) of labeled rows.
@@ -221,7 +222,10 @@ def find_signs(
     """
     class_sizes = labels.bincount()
     share = min(1.0, MAX_ROWS / len(unlabeled))
-    chosen = _spread(labels.argsort(stable=True), MAX_ROWS)
+    by_class = labels.argsort(stable=True)
+    even = _spread(torch.arange(len(labels)), MAX_ROWS)
+    every = with_every_class(even.numpy(), labels[by_class].numpy())
+    chosen = by_class[torch.from_numpy(every)]
     labels, unlabeled = labels[chosen], _spread(unlabeled, MAX_ROWS)
     features = torch.cat([labeled[chosen], unlabeled])
     rows = fit_principal_space(features)(features)
