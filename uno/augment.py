@@ -602,11 +602,13 @@ def affine(images: Tensor, pose: Tensor) -> Tensor:
 
     Args:
         images: float32 (B,3,S,S).
-        pose: (B,5): clockwise angle and shear in degrees, shift in x and in y as a
-            share of the side, zoom factor.
+        pose: (B,5): the angle of rotation in degrees, clockwise; the angle of shear in
+            degrees, which moves rows below the center to the left if it is positive;
+            the shift in x (to the right) and in y (down) as a share of the side; and
+            the zoom factor, which enlarges the content if it is above 1.
 
     Returns:
-        float32 (B,3,S,S).
+        float32 (B,3,S,S), new images.
     """
     angle, shear, shift_x, shift_y, zoom = pose.unbind(1)
     angle, shear = torch.deg2rad(angle), torch.deg2rad(shear)
@@ -812,9 +814,9 @@ def equalize(images: Tensor) -> Tensor:
     """Equalize the histogram of each channel of images over 256 levels, as PIL does.
 
     The images are rounded to these levels, and the arithmetic is PIL's, in integers. A
-    level becomes the number of darker pixels divided by ``step`` and rounded. ``step``
-    is 1/255 of the number of pixels below the brightest level present, rounded down. A
-    channel with step 0 is only rounded to the levels.
+    level becomes the number of darker pixels divided by ``step``, rounded, and at most
+    255. ``step`` is 1/255 of the number of pixels below the brightest level present,
+    rounded down. A channel with step 0 is only rounded to the levels.
 
     Args:
         images: float32 (B,3,H,W) in 0-1.

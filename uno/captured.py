@@ -71,10 +71,11 @@ class Recording:
 class CapturedStep:
     """A training step that is recorded once and then replayed.
 
-    It computes the same as the step itself. The first steps are not recorded, so that
-    nothing is computed twice. A batch of another shape than the recorded one is not
-    replayed either. After a roll-back to a checkpoint the step is recorded again,
-    because the tensors in ``state.extra`` then have other addresses.
+    It computes the same as the step itself. The steps that PyTorch needs before a
+    recording, in which libraries choose their kernels, are the first steps of training,
+    so no batch is computed twice. For a batch of another shape than the recorded one
+    the step itself is called. After a roll-back to a checkpoint the step is recorded
+    again, because the tensors in ``state.extra`` then have other addresses.
 
     Attributes:
         step: The step that is recorded. It must not synchronize the device, and only

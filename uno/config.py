@@ -1000,11 +1000,12 @@ class Config(Section):
         Raises:
             ValueError: The pretext task has epochs and cannot be loaded. Or settings do
                 not go together, and the message names them: k-means prototypes or an
-                added term of the objective (:data:`EXTENSIONS`) with a method without
-                UNO's projection heads; vectors with a ``model.finetune`` other than
-                "none"; ``model.finetune none`` with small views, with epochs of the
-                pretext task, or with epochs of discovery and no cached views; or
-                ``data.setting gcd`` where :func:`why_not_gcd` gives a reason.
+                added term of the objective (IIC, rKD or the queue, see
+                :data:`EXTENSIONS`) with a method without UNO's projection heads;
+                vectors with a ``model.finetune`` other than "none"; ``model.finetune
+                none`` with small views, with epochs of the pretext task, or with epochs
+                of discovery and no cached views; or ``data.setting gcd`` where
+                :func:`why_not_gcd` gives a reason.
         """
         if self.pretext.epochs:
             load_pretext(self.pretext.task)
@@ -1346,7 +1347,7 @@ def differing_keys(old: Mapping[str, Any], new: Config) -> list[str]:
 
     Args:
         old: The stored configuration of the run, nested or with dotted keys. A key that
-            it lacks has its default.
+            it lacks has the default of the schema.
         new: The configuration to resume with.
 
     Returns:
@@ -1366,11 +1367,14 @@ def differing_keys(old: Mapping[str, Any], new: Config) -> list[str]:
 
 
 def config_hash(config: Config) -> str:
-    """Return a hash, 12 hex digits, of the settings that may not change on resume.
+    """Return a hash of the settings that can change what is learned, 12 hex digits.
 
-    They are those that can change what is learned. Those for logging, checkpoints and
-    the place of execution do not change the hash, see :func:`may_change_on_resume`. The
-    digits are the first ones of the SHA-256 of the settings as JSON with sorted keys.
+    The hash serves to find stored work that was made with the same settings, such as a
+    pretraining that several runs share. Whether a run may resume is not decided by it,
+    but by :func:`differing_keys`. All settings count, except for those that may change
+    when a run resumes (:func:`may_change_on_resume`): logging, checkpoints, evaluation
+    and the place of execution. The digits are the first ones of the SHA-256 of the
+    settings as JSON with sorted keys.
     """
     settings = {
         key: value
@@ -1428,9 +1432,10 @@ def parse_yaml(data: bytes, where: str) -> Mapping[str, Any]:
 
     Raises:
         ConfigError: The content is not UTF-8 or not valid YAML, holds something else
-            than a mapping, has an alias, or exceeds a limit: ``MAX_CONFIG_BYTES``, the
-            depth ``MAX_CONFIG_DEPTH``, ``MAX_CONFIG_VALUES`` events of the YAML parser,
-            or 99 characters for a value that consists of digits and of ``-+_:.``.
+            than a mapping, has an alias, or exceeds a limit: ``MAX_CONFIG_BYTES``
+            (1,000,000), the depth ``MAX_CONFIG_DEPTH`` (20), about
+            ``MAX_CONFIG_VALUES`` (100,000) events of the YAML parser, or 99 characters
+            for a key or value that consists of digits and of ``-+_:.``.
     """
     if len(data) > MAX_CONFIG_BYTES:
         raise ConfigError(f"{where} is larger than {MAX_CONFIG_BYTES} bytes")

@@ -120,8 +120,9 @@ class Cropper:
         Returns:
             Two values. The first are the pixels of all views of each image, uint8 (n,
             ``row_bytes``), which :meth:`split` divides. The second has for each image
-            None, or the reason why it cannot be used: its file is missing or
-            unreadable, or it cannot be decoded. Its views are black then.
+            None, or the reason why it cannot be used, for example that its file is
+            missing or cannot be decoded; :func:`uno.data.decode.decode` lists the
+            reasons. All views of such an image are black.
 
         Raises:
             StorageError: The file of an image cannot be read now, but perhaps later.
@@ -153,6 +154,9 @@ class Cropper:
 
     def _draw_crops(self, step: int, positions: np.ndarray) -> list[np.ndarray]:
         """Draw where to crop n images of one training step.
+
+        The random numbers of the whole global batch are drawn, and those of the n
+        images are used.
 
         Args:
             step: The number of the training step.
@@ -205,7 +209,7 @@ class Cropper:
                 image is written, resized to ``side``; None if that is not wanted.
 
         Raises:
-            BadImage: The image cannot be read or decoded.
+            BadImage: The image cannot be used, see :func:`uno.data.decode.decode`.
             StorageError: The image's file cannot be read now, but perhaps later.
         """
         square, whole = self._decode(image, square_out is not None)
@@ -237,7 +241,7 @@ class Cropper:
             smaller scale, and H and W are its sides at that scale.
 
         Raises:
-            BadImage: The image cannot be read or decoded.
+            BadImage: The image cannot be used, see :func:`uno.data.decode.decode`.
             StorageError: The image's file cannot be read now, but perhaps later.
         """
         crops = {kind.crop for kind in self.kinds}

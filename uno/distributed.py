@@ -73,9 +73,9 @@ def join_group(
     Raises:
         Interrupted: The connection to another rank is lost, or a rank is 10 minutes
             late (:data:`TIMEOUT`), when the group is joined, in the block, or when the
-            group is destroyed. Any other error, such as that of a
-            collective with tensors of different sizes, is raised as it is: the same
-            command would end in it again.
+            group is destroyed. Any other error, such as that of a collective with
+            tensors of different sizes, is raised as it is: the same command would end
+            in it again.
     """
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
@@ -118,7 +118,7 @@ def gather_rows(tensor: Tensor, dim: int) -> Tensor:
     """Concatenate the tensors of all workers along a dimension, in rank order.
 
     It takes one collective, so all workers must call this. The tensors must have equal
-    shapes. There is no gradient.
+    shapes. No gradient flows through the collective.
 
     Args:
         tensor: This worker's tensor.
@@ -126,7 +126,7 @@ def gather_rows(tensor: Tensor, dim: int) -> Tensor:
 
     Returns:
         The tensor of all workers, the same on every worker. Outside a process group it
-        is ``tensor`` itself.
+        is ``tensor`` itself, with its gradient.
     """
     if not in_group():
         return tensor
@@ -283,7 +283,8 @@ def run_tasks(tasks: Sequence[RankTask], device: torch.device) -> list[Tensor]:
         device: The device of this rank, on which ranks exchange tensors.
 
     Returns:
-        The result of each task, int64 (num_rows,) on the CPU.
+        The result of each task, int64 (num_rows,) on the CPU, in the order of
+        ``tasks``.
     """
     rank, world_size = rank_and_world()
     sizes = [task.num_rows for task in tasks]
@@ -373,6 +374,9 @@ def barrier(device: torch.device) -> None:
 class GroupWorker:
     """One rank of a process group that trains together.
 
+    It is the base class of workers of torchrun and of Ray Train. A subclass sets the
+    attributes, defines :meth:`asked_to_stop`, and adds the method ``report``.
+
     Attributes:
         rank: The number of this process in the group, from 0.
         world_size: The number of processes in the group.
@@ -445,9 +449,9 @@ class GroupWorker:
     def _is_stop_requested(self) -> bool:
         """Return whether this rank has found a request to stop the training.
 
-        Only rank 0 looks for a request, at most every two seconds. The result is False
-        on other ranks, less than two seconds after the last look, and if the storage
-        cannot be read.
+        Only rank 0 looks for a request, by calling :meth:`asked_to_stop` of the
+        subclass, at most every two seconds. The result is False on other ranks, less
+        than two seconds after the last call, and if that call raises a StorageError.
         """
         if self.rank > 0 or time.monotonic() < self._next_stop_check:
             return False

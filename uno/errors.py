@@ -54,7 +54,8 @@ class Interrupted(UnoError):
 def one_line(error: object) -> str:
     """Return the text of an error on one line, cut off after 300 characters.
 
-    Line breaks and runs of white space become one space each.
+    Line breaks and runs of white space become one space each. White space at the
+    beginning and the end is removed.
 
     Args:
         error: The error of a library, or any object that ``str`` turns into text.

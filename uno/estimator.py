@@ -86,8 +86,8 @@ class NovelClassDiscovery(
         classes_: Labels (C,) of all classes: the known ones in ascending order, then
             the novel ones.
         novel_classes_: Labels (C_u,) of the novel classes. If labels are numbers, the
-            next integers above them; otherwise ``"novel-1"``, ``"novel-2"``, ... With
-            boolean labels the known classes in ``classes_`` become text, too.
+            next integers above them; otherwise ``"novel-1"``, ``"novel-2"``, ...
+            Boolean labels become the numbers 0 and 1.
         labels_: Class (N,) of each row that was passed to ``fit``. Labeled rows have
             their label.
         expected_accuracy_: Expected share of right rows, 0-1: in ``"ncd"`` of the
@@ -141,11 +141,13 @@ class NovelClassDiscovery(
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:  # noqa: N803
         """Find the novel classes, and store the result in the estimator's attributes.
 
-        At most ``MAX_CLUSTERED_ROWS`` (20,000) evenly spaced labeled rows, as many
-        unlabeled ones, and a row of each known class that would have none are
-        clustered. Then every unlabeled row gets the class of the prototype with the
-        largest cosine: among all classes if ``setting`` is ``"gcd"``, among the novel
-        ones if it is ``"ncd"``.
+        At most ``MAX_CLUSTERED_ROWS`` (20,000) labeled rows, evenly spaced after they
+        are sorted by class, as many evenly spaced unlabeled ones, and a row of each
+        known class that would have none are clustered. Then every unlabeled row gets
+        the class of the prototype with the largest cosine: among all classes if
+        ``setting`` is ``"gcd"``, among the novel ones if it is ``"ncd"``. With
+        ``n_novel="auto"`` a warning is issued if the interval of the estimate reaches
+        the largest number on which the estimate was calibrated.
 
         Args:
             X: Features (N, D): an array, a data frame, a column of N vectors, or a
@@ -430,9 +432,10 @@ class NovelClassDiscovery(
 
         ``n_novel_interval_`` becomes the lower and upper end of the estimate of the
         number of novel classes. If ``n_novel`` is a number, both ends are it. At most
-        ``MAX_CLUSTERED_ROWS`` evenly spaced labeled rows and as many unlabeled ones are
-        used, and a row of each known class that would have none. A warning is issued if
-        the interval of an estimate reaches the largest calibrated number.
+        ``MAX_CLUSTERED_ROWS`` (20,000) labeled rows, evenly spaced after they are
+        sorted by class, and as many evenly spaced unlabeled ones are used, and a row of
+        each known class that would have none. A warning is issued if the interval of an
+        estimate reaches the largest calibrated number.
 
         Args:
             labeled: Labeled rows (N_l, D') of any length; they are scaled to length one
@@ -500,7 +503,13 @@ class NovelClassDiscovery(
         return replace(result, similar=pairs)
 
     def _space(self) -> FeatureSpace:
-        """Return the fitted map from rows to the coordinates of :meth:`transform`."""
+        """Return the fitted map from rows to the coordinates of :meth:`transform`.
+
+        The map takes rows (N, D'), which :meth:`_to_rows` returns: D' is the number of
+        dimensions of the SVD if ``fit`` got a sparse matrix, otherwise the number of
+        features D. The map scales the rows to length one, subtracts ``mean_`` and
+        multiplies by ``directions_``, which gives coordinates (N, P).
+        """
         return FeatureSpace(
             torch.from_numpy(self.mean_), torch.from_numpy(self.directions_)
         )
@@ -512,8 +521,8 @@ class NovelClassDiscovery(
             rows: Features float32 (N, D'), after the SVD if there is one.
 
         Returns:
-            Cosines (N, C). They are -inf for a class that got no row in ``fit``, unless
-            no class has a row.
+            Cosines float32 (N, C). They are -inf for a class that got no row in
+            ``fit``, unless no class has a row.
         """
         coordinates = F.normalize(self._space()(rows), dim=1)
         cosines: NDArray[np.float32] = coordinates.numpy() @ self.prototypes_.T
@@ -628,7 +637,7 @@ def fit_known_classes(labeled: Tensor, class_of_row: Tensor) -> FrozenClusters:
     """Fit the feature space and the prototypes of the known classes alone.
 
     Args:
-        labeled: Labeled rows (N, D).
+        labeled: Labeled rows (N, D) of any length; they are scaled to length one here.
         class_of_row: The classes of the rows, int64 (N,), 0 to C_l - 1.
 
     Returns:

@@ -126,6 +126,10 @@ def expected_accuracy(
     Returns:
         The expected accuracy, 0 to 1, and its interval, by the stored line of the
         setting and matching; or None if ``agreement`` is empty.
+
+    Raises:
+        KeyError: There is no stored line for the setting and matching, as for ``"ncd"``
+            with ``"strict"``.
     """
     if not len(agreement):
         return None
@@ -207,12 +211,13 @@ def calibration() -> Mapping[str, Any]:
     The file is read once in a process.
 
     Returns:
-        A mapping. ``source`` is the command that wrote it. ``sets`` and ``num_tasks``
-        are the names of the data sets and the number of tasks that it was fitted to.
-        ``ranges`` has the smallest and largest number of unlabeled images, known
-        classes and novel classes of these tasks, and the list of their encoders.
-        ``lines`` has the fields of a :class:`Line` for each setting (``ncd``, ``gcd``)
-        and, below it, each matching: ``one_to_one``, and for ``gcd`` also ``strict``.
+        A mapping. ``source`` is a text that names the command that wrote it and the
+        table of tasks that the command read. ``sets`` and ``num_tasks`` are the names
+        of the data sets and the number of tasks that it was fitted to. ``ranges`` has
+        the smallest and largest number of unlabeled images, known classes and novel
+        classes of these tasks, and the list of their encoders. ``lines`` has the fields
+        of a :class:`Line` for each setting (``ncd``, ``gcd``) and, below it, each
+        matching: ``one_to_one``, and for ``gcd`` also ``strict``.
     """
     text = files("uno").joinpath(CALIBRATION_FILE).read_text("utf-8")
     found: Mapping[str, Any] = json.loads(text)

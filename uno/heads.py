@@ -109,10 +109,11 @@ class NovelHead(nn.Module):
         The features pass the linear layer first, if there is one.
 
         Args:
-            features: Features of the encoder, (N, D).
+            features: Features (N, D) of any length: those of the adapter if the method
+                has one, otherwise those of the encoder.
 
         Returns:
-            Cosines (1, N, K).
+            Cosines (1, N, K), float32 or float64.
         """
         return self.prototypes(self.layer(features))
 

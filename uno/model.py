@@ -133,9 +133,10 @@ class UnoModel(nn.Module):
     def normalize_prototypes_(self) -> None:
         """Scale all prototypes to length one, in place.
 
-        Only modules of the class :class:`uno.heads.Prototypes` are changed. Training
-        calls this before each forward pass. A trained model or a teacher that is loaded
-        from a checkpoint is normalized once after that.
+        Every module of the class :class:`uno.heads.Prototypes` is changed: the known
+        head, and those in the novel and overclustering heads. A novel head that has
+        none, such as that of DTC, stays as it is. Training calls this before each
+        forward pass, because each step of the optimizer changes the lengths.
         """
         for module in self.modules():
             if isinstance(module, Prototypes):
@@ -225,8 +226,10 @@ def build_network(
         The network on the CPU, in training mode.
 
     Raises:
-        ConfigError: There is no such method or encoder, a package is missing, the
-            encoder has no last stage to fine-tune, or the novel head does not fit it.
+        ConfigError: The method cannot be loaded, the encoder cannot be built (see
+            :func:`uno.encoders.build.build_encoder`), ``model.finetune`` is
+            "last_stage" and the encoder has no stages or blocks, or the novel head does
+            not fit the encoder. The method is loaded only if ``num_novel`` is not 0.
     """
     method = load(config.method) if num_novel else None
     with torch.random.fork_rng(devices=[]):
@@ -238,7 +241,11 @@ def build_network(
 def num_heads(config: Config) -> int:
     """Return the number of cluster heads of the run's method.
 
-    It is ``model.num_heads`` for UNO's projection heads, and 1 for any other method.
+    It is ``model.num_heads`` for a method with UNO's projection heads, and 1 for any
+    other method.
+
+    Raises:
+        ConfigError: The method cannot be loaded.
     """
     return config.model.num_heads if load(config.method).has_projection_heads else 1
 

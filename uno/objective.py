@@ -38,7 +38,8 @@ def sinkhorn(
             count; None for equal shares.
 
     Returns:
-        (..., B, K), non-negative, without gradient. Rows sum to one.
+        (..., B, K), float32 or float64, non-negative, without gradient. Rows sum to
+        one.
     """
     scores = (
         logits.detach().to(torch.promote_types(logits.dtype, torch.float32)) / epsilon
@@ -179,7 +180,7 @@ def global_targets(
     """Compute pseudo-labels of this worker's unlabeled rows from the global batch.
 
     The global batch has the rows of all workers. Their logits are gathered by a single
-    collective for all views, heads and families.
+    collective for all views, heads and families, so all workers must call this.
 
     Args:
         families: F tensors (V, H, B, K_f), cosines of the cluster heads, then those of

@@ -34,16 +34,17 @@ class TrainState:
             steps of the current epoch, and the number of these steps; float64 (H + 1,).
         head_losses: Mean cluster loss of each head over the last finished epoch and all
             workers, float32 (H,); infinite before an epoch has finished.
-        window_loss: Sum of the total loss since the last line of metrics, and the
-            number of steps in it; float64 (2,).
-        skipped: Number of steps that were skipped because gradients were not finite,
-            ().
+        window_loss: Sum of the total loss over this worker's steps since the last line
+            of metrics, and the number of these steps; float64 (2,).
+        skipped: Number of steps of this phase that were skipped because gradients were
+            not finite, float32 ().
         step: Number of optimizer steps in this phase, also skipped ones.
         total_steps: Number of steps in the schedule of the phase, set by
             :func:`uno.training.fit`.
         warmup_steps: Number of warm-up steps in that schedule, set by
             :func:`uno.training.fit`.
-        extra: Tensors by name that a method keeps from step to step.
+        extra: Tensors by name that a method keeps from step to step, such as "prior",
+            the class prior. They are in checkpoints.
         grad_norm: Norm of all gradients of the last step, (); None before the first
             step. It is not in checkpoints.
         teacher: The pretrained network, for methods that need it; None for others. It
@@ -294,10 +295,11 @@ def take_step(
 
     Gradients are averaged over all workers, so that a NaN on one rank makes all ranks
     skip the step: the optimizer changes neither weights nor momentum, the sums of
-    losses stay, and ``state.skipped`` rises by one. (The forward pass has then already
-    updated running statistics.) ``state.step`` rises in any case, and
-    ``state.grad_norm`` becomes the L2 norm of all gradients together. The gradients of
-    the parameters stay until the next step. The device is not synchronized.
+    losses stay, and ``state.skipped`` rises by one. (The loss function has then already
+    scaled the prototypes, and updated running statistics and ``state.extra``.)
+    ``state.step`` rises in any case, and ``state.grad_norm`` becomes the L2 norm of all
+    gradients together. The gradients of the parameters stay until the next step. The
+    device is not synchronized.
 
     Args:
         loss_function: Computes the loss. If it returns a scalar instead of a

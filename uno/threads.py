@@ -13,7 +13,8 @@ def available_cpus() -> int:
 
     The number is the smallest of the machine's cores, the CPU affinity of the process
     (``taskset``, a batch scheduler), the CPU quota of its control group, version 1 or 2
-    (a container's CPU limit), and the environment variable ``LOKY_MAX_CPU_COUNT``.
+    (a container's CPU limit, rounded up), and the environment variable
+    ``LOKY_MAX_CPU_COUNT``. Hyperthreads count as cores.
     """
     from joblib import cpu_count  # 0.1 s, which a command without data need not wait
 

@@ -228,7 +228,8 @@ def fit(
     metrics to the worker. If weights are not finite, or too many steps had gradients
     that are not, training goes back to the newest checkpoint, once. Both are checked
     where a line of metrics or a checkpoint is due. Of a phase without steps only a
-    checkpoint of the initial state is written, unless it has one.
+    checkpoint of the initial state is written, unless it has one. Errors of ``batches``
+    and of the step function are raised as they are.
 
     Args:
         config: The configuration of the run.
@@ -392,8 +393,8 @@ def resume_(state: TrainState, storage: Storage, phase: str) -> bool:
 
     Raises:
         StorageError: The newest valid checkpoint does not fit the model, after which
-            the state may be loaded in part; or the phase has checkpoints and all are
-            damaged.
+            the state may be loaded in part; the phase has checkpoints and all are
+            damaged or cannot be read; or they cannot be listed.
     """
     checkpoint = load_newest(storage, phase)
     if checkpoint is not None:
@@ -415,7 +416,7 @@ def _save(
     journal: Journal,
     wait: bool = True,
 ) -> None:
-    """Write a checkpoint of the state of training.
+    """Write a checkpoint of the state, unless a valid one of this step exists.
 
     All ranks must call this. The state is not changed. Rank 0 copies the tensors, and
     writes the file in the thread of the journal. It then deletes old checkpoints of the
@@ -484,7 +485,8 @@ def _is_checkpoint_due(config: Config, worker: Worker, saved_at: float) -> bool:
     Args:
         config: The configuration of the run.
         worker: This process.
-        saved_at: The time of the last checkpoint, by ``time.monotonic()``.
+        saved_at: The time of the last checkpoint, by ``time.monotonic()``; before the
+            first one the time at which training began.
     """
     minutes = config.train.checkpoint_every_minutes
     if minutes is None:

@@ -90,8 +90,9 @@ class FrozenClusters:
         agreement: The share of the unlabeled rows on which each of A other clusterings
             agrees with this one, (A,), in the order of :func:`measure_agreement`; empty
             if there were too few rows.
-        similar: Pairs of novel classes with the most neighbors in each other, float64
-            (n, 3): the indices of both among the novel classes, and their mixing
+        similar: The at most 100 pairs of novel classes with the most neighbors in each
+            other, float64 (n, 3), the most similar first: the indices of both among the
+            novel classes, from 0, and their mixing, which is above 0
             (:func:`uno.clustering.neighbors.compute_mixing`).
     """
 
@@ -127,10 +128,12 @@ def discover_clusters(
             clusterings see.
 
     Returns:
-        The map to the whitened coordinates; the prototypes of all classes in them; the
-        share of unlabeled rows on which each of eight other clusterings agrees with
-        this one, empty if there are too few rows, see :func:`measure_agreement`; and
-        the pairs of novel classes that mix most.
+        The map to the whitened coordinates; the prototypes of all classes in them,
+        which are unit means of rows that are whitened and scaled to length one, but not
+        averaged with their neighbors; the share of unlabeled rows on which each of
+        eight other clusterings agrees with this one, empty if there are too few rows,
+        see :func:`measure_agreement`; and the pairs of novel classes that have the most
+        nearest neighbors in each other, which may be parts of one class.
     """
     features = torch.cat([labeled, unlabeled])
     principal = fit_principal_space(features)
@@ -150,15 +153,15 @@ def discover_clusters(
 def fit_principal_space(features: Tensor) -> FeatureSpace:
     """Fit the map of features to their leading principal directions.
 
-    At most ``MAX_FITTED_ROWS`` evenly spaced rows are used for the fit.
+    At most ``MAX_FITTED_ROWS`` (10,000) evenly spaced rows are used for the fit.
 
     Args:
         features: Features (N, D), whose rows need not have length one.
 
     Returns:
-        The map to coordinates (N, P), where P is the smaller of ``MAX_DIRECTIONS`` and
-        D. It scales its input to length one, subtracts the mean and projects; it does
-        not whiten.
+        The map to coordinates (N, P), where P is the smaller of ``MAX_DIRECTIONS``
+        (256) and D. It scales its input to length one, subtracts the mean of the rows
+        of the fit and projects; it does not whiten.
     """
     step = -(-len(features) // MAX_FITTED_ROWS)
     rows = F.normalize(features[::step].float(), dim=1)
@@ -177,8 +180,9 @@ def fit_whitening(rows: Tensor, labels: Tensor) -> Tensor:
         labels: The known classes of the rows, int64 (N,).
 
     Returns:
-        A symmetric matrix (P, P): the inverse square root of the within-class
-        covariance, to whose diagonal ``SHRINKAGE`` times its mean eigenvalue was added.
+        A symmetric matrix, float32 (P, P): the inverse square root of the within-class
+        covariance, to whose diagonal ``SHRINKAGE`` (0.1) times its mean eigenvalue was
+        added.
     """
     member = F.one_hot(labels).double()
     rows = rows.double()
@@ -270,7 +274,8 @@ class Clustering:
             kind: What k-means clusters: ``KMEANS`` ("k-means") the rows, ``SMOOTHED``
                 ("smoothed k-means") the means of rows and their nearest neighbors,
                 ``SPECTRAL`` ("spectral clustering") the spectral coordinates of the
-                rows in the neighbor graph, as many as there are clusters.
+                rows in the neighbor graph. These are as many as the clusters of
+                k-means: ``num_novel``, and the C_l known ones if ``gcd``.
             num_novel: Number of novel clusters to find, which may differ from that of
                 this object.
             num_starts: Number of starts of k-means, of which the best counts.
@@ -301,8 +306,8 @@ class Clustering:
 
         The number of novel clusters before merging grows with the variation of the
         known classes' sizes, up to three times ``num_novel``. It exceeds ``num_novel``
-        only as far as there are on average ``MIN_ROWS_PER_CLUSTER`` unlabeled rows for
-        each of these clusters. Merging then leaves ``num_novel`` novel clusters.
+        only as far as there are on average ``MIN_ROWS_PER_CLUSTER`` (10) unlabeled rows
+        for each of these clusters. Merging then leaves ``num_novel`` novel clusters.
 
         Args:
             seed: Seed of k-means.
@@ -320,11 +325,16 @@ class Clustering:
         return self.merged(clusters, num_start - self.num_novel)
 
     def merged(self, clusters: Tensor, num_merges: int) -> Tensor:
-        """Merge clusters pair by pair, those that mix most first.
+        """Merge clusters pair by pair: first those without rows, then by their mixing.
 
-        Two clusters of known classes are never merged, see :func:`merge_clusters`. In
-        generalized category discovery a novel cluster can merge into a known class,
-        otherwise only into another novel cluster.
+        The mixing of two clusters is how many nearest neighbors their rows have in each
+        other, relative to a random division of these rows
+        (:func:`uno.clustering.neighbors.compute_mixing`). The pair that mixes most
+        merges first. A novel cluster without rows has no mixing. It merges before all
+        others, into a cluster with rows and a lower number. Two clusters of known
+        classes are never merged, see :func:`merge_clusters`. In generalized category
+        discovery a novel cluster can merge into a known class, otherwise only into
+        another novel cluster.
 
         Args:
             clusters: The cluster of each row, int64 (N,). There are ``num_merges`` more
@@ -332,7 +342,9 @@ class Clustering:
             num_merges: Number of merges.
 
         Returns:
-            The cluster of each row after all merges, int64 (N,), 0 to C_l + C_u - 1.
+            The cluster of each row after all merges, int64 (N,), 0 to C_l + C_u - 1. It
+            is ``clusters`` itself if ``num_merges`` is 0; otherwise ``clusters`` is not
+            changed.
         """
         if not num_merges:
             return clusters
@@ -388,7 +400,7 @@ class Clustering:
                 classes first.
 
         Returns:
-            float64 (n, 3), with at most ``MAX_SIMILAR_PAIRS`` pairs, the most similar
+            float64 (n, 3), at most ``MAX_SIMILAR_PAIRS`` (100) pairs, the most similar
             first: the indices of both among the novel clusters, and their mixing, which
             is above 0. The mixing is the number of nearest neighbors that they have in
             each other, divided by the number expected if the rows of both were divided
@@ -443,7 +455,7 @@ def merge_pairs(
             mixing.
 
     Yields:
-        The merges, until no pair is left. The arguments are not changed.
+        The merges, until no pair is left that may merge. The arguments are not changed.
     """
     links, sizes = links.clone(), sizes.clone()
     tie_breaker = 1e-6 * cosines.double()
@@ -540,20 +552,20 @@ def measure_agreement(
 ) -> Tensor:
     """Measure how far other clusterings of the same rows agree with given clusters.
 
-    There are A = 8 other clusterings, in this order. The first three are of the rows as
-    they are: k-means; smoothed k-means, which is k-means of the means of each row and
-    its nearest neighbors; and spectral clustering of the neighbor graph. The next two
-    are k-means and spectral clustering of the whitened rows. The sixth is
-    :meth:`Clustering.run` (smoothed k-means into more clusters, and merging) with
-    another seed. Each of the last two is the same on the labeled rows and a random half
-    of the unlabeled rows, drawn independently, after which all unlabeled rows go to the
-    mean with the largest cosine, see :func:`cluster_without_half`. In generalized
-    category discovery all of them keep the labeled rows in the clusters of their
-    classes.
+    There are A = 8 other clusterings, in this order. The first three are of the rows
+    before whitening, scaled to length one: k-means; smoothed k-means, which is k-means
+    of the means of each row and its nearest neighbors; and spectral clustering of the
+    neighbor graph. The next two are k-means and spectral clustering of the whitened
+    rows. The sixth is :meth:`Clustering.run` (smoothed k-means, into more clusters that
+    are merged if the known classes differ in size) with another seed. Each of the last
+    two is the same on the labeled rows and a random half of the unlabeled rows, drawn
+    independently, after which all unlabeled rows go to the mean with the largest
+    cosine, see :func:`cluster_without_half`. In generalized category discovery all of
+    them keep the labeled rows in the clusters of their classes.
 
-    At most ``MAX_COMPARED_ROWS`` labeled and as many unlabeled rows, evenly spaced, are
-    clustered, and one labeled row of each known class that would have none. The given
-    and the other clusters are compared on the unlabeled ones of these rows.
+    At most ``MAX_COMPARED_ROWS`` (4,000) labeled and as many unlabeled rows, evenly
+    spaced, are clustered, and one labeled row of each known class that would have none.
+    The given and the other clusters are compared on the unlabeled ones of these rows.
 
     Args:
         clustering: The rows, whitened within the known classes, with their labels.

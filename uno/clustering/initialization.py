@@ -57,9 +57,10 @@ def cluster_features(
     """Cluster the features of unlabeled rows by k-means, on the CPU.
 
     In the GCD setting there are K = C_l + C_u clusters. They come from k-means of all
-    rows along the K - 1 leading whitened principal directions, with the labeled rows
-    fixed to their classes. In other settings there are K = C_u clusters, from plain
-    k-means of the unlabeled rows. The best of ``NUM_STARTS`` (10) starts counts.
+    rows along the K - 1 leading whitened principal directions, in which rows are scaled
+    to length one again, with the labeled rows fixed to their classes. In other settings
+    there are K = C_u clusters, from plain k-means of the unlabeled rows. The best of
+    ``NUM_STARTS`` (10) starts counts.
 
     Every row is first scaled to length one, because only directions count. In the GCD
     setting of Caltech-24 the K - 1 leading directions give 95% of the rows their class.
@@ -79,10 +80,12 @@ def cluster_features(
 
     Returns:
         The cluster of each unlabeled row, 0 to K - 1; the mean direction of each
-        cluster's rows; and the shares of unlabeled rows in the clusters as class prior.
-        In the GCD setting the known classes come first, and labeled rows count in the
-        mean directions. A cluster without unlabeled rows counts as one row in the
-        prior, so that its output can still get rows later.
+        cluster's rows, which is the unit mean of the features after only the first
+        scaling, and zeros without rows; and the shares of unlabeled rows in the
+        clusters as class prior. In the GCD setting the known classes come first, and
+        labeled rows count in the mean directions. A cluster without unlabeled rows
+        counts as one row in the prior, so that its output can still get rows later. All
+        tensors are on the CPU.
     """
     rest = F.normalize(unlabeled.cpu().float(), dim=1)
     points, labels = (
@@ -177,14 +180,18 @@ def init_prototypes_(
     """Initialize the prototypes of a model in place, and compute the class prior.
 
     With ``model.prototype_init kmeans`` prototypes are moved to clusters of the
-    features of a sample of the training rows. Known prototypes go to the means of their
-    classes. The prototypes of each cluster head go to the means of the projections of
-    the rows in each novel cluster of :func:`cluster_features`, and those of each
-    overclustering head to the same means for a finer k-means of its own. Overclustering
-    heads with more prototypes than there are such rows keep them. The running
+    features of a sample of the training rows. Known prototypes go to the means of the
+    labeled rows of their classes, unless ``keep_known``. The prototypes of each cluster
+    head go to the means of the projections of the unlabeled rows in each novel cluster
+    of :func:`cluster_features`, and those of each overclustering head to the same means
+    for a finer k-means, of its own, of the features of the unlabeled rows in all novel
+    clusters. If these rows are fewer than the prototypes of an overclustering head, all
+    overclustering heads keep their prototypes. Rows are scaled to length one before a
+    mean is taken, and so is the mean; a prototype without rows stays. The running
     statistics of the projector's BatchNorm then change, too, and the model is left in
     training mode. With ``model.prototype_init random`` the model is not changed, and no
-    features are computed if the class prior is uniform. All workers call this.
+    features are computed if the class prior is uniform. All workers call this; rank 0
+    makes the novel clusters.
 
     Args:
         config: The configuration of the run.
@@ -199,9 +206,10 @@ def init_prototypes_(
         unlabeled rows in the novel classes (C_u,), or in the GCD setting in all classes
         (C,). The prior is that of ``objective.class_prior``; if that is None, it is
         "kmeans" in the GCD setting for methods with UNO's projection heads, and
-        "uniform" otherwise. A prior of k-means has the shares of the clusters, which
-        :func:`shrink_prior` moves toward equal shares outside the GCD setting. A
-        uniform prior is left out there. ``extra`` itself is not changed.
+        "uniform" otherwise. A prior of k-means has the shares of the clusters. Outside
+        the GCD setting :func:`shrink_prior` moves them toward equal shares. A uniform
+        prior has equal shares in the GCD setting; outside it there is no "prior" then,
+        and the result is ``extra`` itself. ``extra`` is not changed.
 
     Raises:
         ConfigError: Features are needed, and no labeled or no unlabeled image of the

@@ -86,8 +86,9 @@ def constrained_kmeans(
 
     Returns:
         The cluster of each row, the centers, and the inertia of all rows. The given
-        clusters come first; free rows can be in any cluster. A cluster is empty only if
-        the free rows have too few distinct values. No center is NaN.
+        clusters come first; free rows can be in any cluster. A cluster can be empty
+        only if free rows equal each other or a center, up to rounding. No center is
+        NaN.
     """
     generator = torch.Generator().manual_seed(seed)
     shape = num_clusters - int(fixed.max()) - 1, num_restarts
@@ -113,8 +114,8 @@ def seeded_kmeans(
         points: (N, D), finite floats, on the CPU.
         fixed: int64 (N,): the cluster in which a row must stay, or ``FREE`` (-1). The
             given clusters are 0 .. F - 1, and each has a row.
-        num_clusters: K, at least F. With fewer free rows than K,
-            :func:`constrained_kmeans` does the work.
+        num_clusters: K, from F to F plus the number of free rows. With fewer free rows
+            than K, :func:`constrained_kmeans` does the work.
         num_starts: The number of runs. The run with the smallest inertia (the sum of
             squared distances to the centers) is returned.
         seed: The seed of the first start. The next starts have the next numbers.

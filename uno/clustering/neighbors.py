@@ -1,8 +1,8 @@
 """Find nearest neighbors by cosine, smooth rows by them, and compare clusters by them.
 
-Every function takes unit rows ``points`` (N, D), or the ``neighbors`` (N, k) that
-:func:`find_neighbors` finds for them. Similarities are computed in blocks, so that the
-N x N matrix is never in memory.
+:func:`find_neighbors` finds the ``neighbors`` (N, k) of unit rows ``points`` (N, D),
+and the other functions use them. Similarities are computed in blocks, so that the N x N
+matrix is never in memory.
 """
 
 import warnings

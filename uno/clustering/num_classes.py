@@ -139,18 +139,33 @@ def estimate_num_classes(
 ) -> NumClasses:
     """Estimate the number of novel classes among unlabeled rows, on the CPU.
 
+    The unlabeled rows are divided into many small clusters. These are merged pair by
+    pair: first clusters with too few rows for a class, then the pair with the highest
+    mixing. The mixing of two clusters is how many nearest neighbors their rows have in
+    each other, divided by the number that is expected if the rows of both were divided
+    at random (:func:`uno.clustering.neighbors.compute_mixing`). It is high for parts of
+    one class and low for different classes. Known classes, whose labels are hidden for
+    this, show how high and how low. A stored logistic model turns the mixing at each
+    merge, and how well the hidden classes are found again at this mixing, into the
+    probability of each number of classes. At most ``MAX_ROWS`` (2,000) labeled and as
+    many unlabeled rows are used, see :func:`find_signs`.
+
     Args:
         labeled: Features (N_l, D) of labeled rows.
         labels: Their classes int64 (N_l,), 0 to C_l - 1; each class has a row. With
-            fewer than ``MIN_KNOWN`` classes none is hidden, and a fixed typical mixing
-            stands for what hidden classes would show.
+            fewer than ``MIN_KNOWN`` (2) classes none is hidden. A stored typical value
+            then takes the place of the mixing that separates parts of one hidden class
+            from different classes. It is also taken if the hidden classes have too few
+            rows to show a mixing.
         unlabeled: Features (N_u, D) of at least two rows.
-        gcd: Whether unlabeled rows can belong to known classes.
+        gcd: Whether unlabeled rows can belong to known classes. If so, unlabeled rows
+            that probably do are left out first.
         seed: Seed of k-means and of the choice of hidden classes.
-        max_novel: A limit for the largest number that is considered, at least 2; None
-            for none. Without it, that is the number of clusters that are left when all
-            small clusters with too few rows for a class have been merged, from 2 to
-            ``MAX_CLUSTERS``.
+        max_novel: The largest number that is considered is at most this, which is at
+            least 2; None for no such limit. Without it, the largest number is the
+            number of clusters that are left when all small clusters with too few rows
+            for a class have been merged, but at least 2. It is at most ``MAX_CLUSTERS``
+            (150).
 
     Returns:
         The estimated number (the median), its interval, and the probability of each
@@ -172,10 +187,13 @@ def pairs_of_one_class(
 ) -> Tensor:
     """Return the pairs of novel classes that may be parts of one class each.
 
-    The number of novel classes is estimated, unless ``result.similar`` is empty.
+    The number of novel classes is estimated by :func:`estimate_num_classes`, unless
+    ``result.similar`` is empty.
 
     Args:
-        result: The clusters of the same rows.
+        result: The clusters of the same rows, from
+            :func:`uno.clustering.frozen.discover_clusters`. ``result.similar`` has the
+            pairs of novel classes with the most nearest neighbors in each other.
         labeled: Features (N_l, D) of labeled rows.
         labels: Their classes int64 (N_l,), 0 to C_l - 1; each class has a row.
         unlabeled: Features (N_u, D) of at least two rows.
@@ -202,12 +220,15 @@ def find_signs(
 
     Small clusters of the unlabeled rows are merged, and known classes whose labels are
     hidden are found again, for comparison. Merges of a cluster with too few rows for a
-    class do not count. Too few are less than 3 rows, and also less than both 2% of the
-    unlabeled rows and a quarter of the rows of the smallest known class, times the
-    share of unlabeled rows that are used. At most ``MAX_ROWS`` labeled and as many
-    unlabeled rows are used, evenly spaced, the labeled ones in the order of their
-    classes, and a row of each class that would have none. With ``gcd``, unlabeled rows
-    that probably have known classes are left out.
+    class do not count. At most ``MAX_ROWS`` (2,000) labeled and as many unlabeled rows
+    are used, evenly spaced, the labeled ones in the order of their classes, and a row
+    of each class that would have none. With ``gcd``, those of the unlabeled rows that probably have
+    known classes are then left out (:func:`rows_to_count`).
+
+    A cluster has enough rows for a class if it has at least 3, and at least the smaller
+    of two numbers. One is 2% of the unlabeled rows that are left. The other is a
+    quarter of all rows of the smallest known class, times the share of the unlabeled
+    rows that are evenly spaced out of all N_u, which is 1 up to 2,000.
 
     Args:
         labeled: Features (N_l, D) of labeled rows.
@@ -305,11 +326,12 @@ def rows_to_count(rows: Tensor, labels: Tensor) -> Tensor:
     """Tell which rows are left if unlabeled rows of known classes are left out.
 
     Such a row has about as many labeled neighbors as a labeled row has, and a row of a
-    novel class has few. Unlabeled rows with at least ``NEAR_SHARE`` of that number are
-    left out. The neighbors are so many that a labeled row has about ``NUM_LABELED``
-    labeled ones among them, but at least ``MIN_NEIGHBORS`` and at most
-    ``MAX_NEIGHBORS``: if few rows of a known class have labels, the nearest neighbors
-    of an unlabeled row say little.
+    novel class has few. Unlabeled rows are left out that have at least ``NEAR_SHARE``
+    (half) as many labeled neighbors as labeled rows have on average. Neighbors are the
+    nearest rows by cosine. They are so many that a labeled row has about
+    ``NUM_LABELED`` (5) labeled ones among them, but at least ``MIN_NEIGHBORS`` (10) and
+    at most ``MAX_NEIGHBORS`` (100): if few rows of a known class have labels, the
+    nearest neighbors of an unlabeled row say little.
 
     Args:
         rows: Rows (N, P), not whitened: whitening pulls labeled rows together.
@@ -318,8 +340,8 @@ def rows_to_count(rows: Tensor, labels: Tensor) -> Tensor:
 
     Returns:
         A mask, bool (N,), true for the rows that are kept, which include all labeled
-        rows. It is true for all rows if fewer than ``MIN_ROWS`` unlabeled ones would be
-        left.
+        rows. It is true for all rows if fewer than ``MIN_ROWS`` (20) unlabeled ones
+        would be left.
     """
     is_known = labels != FREE
     neighbors = find_neighbors(F.normalize(rows, dim=1), MAX_NEIGHBORS)
@@ -340,10 +362,10 @@ def small_clusters(
 ) -> tuple[Clustering, Tensor]:
     """Divide the unlabeled rows into more clusters than there are classes.
 
-    There is one cluster for ``MIN_ROWS_PER_CLUSTER`` unlabeled rows, but at least 6, at
-    most ``MAX_CLUSTERS``, and never more than one for two rows, except that there is at
-    least one. The clusters are those of smoothed k-means of rows that are whitened
-    within the known classes and scaled to length one.
+    There is one cluster for ``MIN_ROWS_PER_CLUSTER`` (10) unlabeled rows, but at least
+    6, at most ``MAX_CLUSTERS`` (150), and never more than one for two rows, except that
+    there is at least one. The clusters are those of smoothed k-means of rows that are
+    whitened within the known classes and scaled to length one.
 
     Args:
         rows: Rows (N, P), not yet whitened.
@@ -370,8 +392,9 @@ def merge_all(
 ) -> Iterator[Merge]:
     """Merge clusters of unlabeled rows until one is left, those that mix most first.
 
-    Clusters of less than ``min_rows`` rows merge before all others, so that a few
-    outliers do not count as a class.
+    Two clusters mix if their rows have many nearest neighbors in each other. Clusters
+    of less than ``min_rows`` rows merge before all others, so that a few outliers do
+    not count as a class.
 
     Args:
         clustering: The rows, of which only unlabeled ones take part, as in the result
@@ -393,16 +416,16 @@ def merge_all(
 def hidden_classes(num_known: int, seed: int) -> list[list[int]]:
     """Draw sets of known classes to hide.
 
-    A set has half of the known classes, rounded down, but at most ``MAX_HIDDEN``. There
-    are ``NUM_FOLDS`` (2) sets, which have no common class.
+    A set has half of the known classes, rounded down, but at most ``MAX_HIDDEN`` (5).
+    There are ``NUM_FOLDS`` (2) sets, which have no common class.
 
     Args:
         num_known: Number of known classes.
         seed: Seed of the draw.
 
     Returns:
-        The sets, as class numbers from 0; no set if fewer than ``MIN_KNOWN`` classes
-        are known.
+        The sets, as class numbers from 0; no set if fewer than ``MIN_KNOWN`` (2)
+        classes are known.
     """
     if num_known < MIN_KNOWN:
         return []
@@ -412,7 +435,10 @@ def hidden_classes(num_known: int, seed: int) -> list[list[int]]:
 
 
 class Hidden(NamedTuple):
-    """What hidden classes have shown.
+    """What known classes have shown whose labels were hidden.
+
+    A mixing says how many nearest neighbors two clusters have in each other, see
+    :func:`uno.clustering.neighbors.compute_mixing`.
 
     Attributes:
         parts: The mixing of the two halves of each hidden class that has enough rows.
@@ -440,8 +466,10 @@ def find_hidden(
 
     The rows are whitened by the other known classes. The rows of the hidden classes and
     those without a label are together divided into many small clusters, which are
-    merged one pair after the other, those that mix most first. Each merge is compared
-    with the hidden classes.
+    merged one pair after the other, those that mix most first (:func:`merge_all`). Each
+    merge is compared with the hidden classes. The mixing of two clusters says how many
+    nearest neighbors they have in each other, see
+    :func:`uno.clustering.neighbors.compute_mixing`.
 
     Args:
         rows: Rows (N, P), not yet whitened.
@@ -452,12 +480,14 @@ def find_hidden(
 
     Returns:
         Four values. ``parts``: how much the two halves mix into which k-means divides
-        each hidden class; a class with too few rows is left out. ``borders``: for each
-        hidden class the mixing at the last merge of a cluster of which more than half
-        of the rows are of this class with one of which they are not; merges of a
-        cluster below ``min_rows`` do not count, and a class without such a merge is
-        left out. ``heights``: the logarithm of the mixing of every merge, in which a
-        merge of a cluster below ``min_rows`` counts as ``CEILING``. ``f1``: the mean F1
+        each hidden class; a class with fewer than six rows, or fewer than three in a
+        half, is left out. ``borders``: for each hidden class the mixing at the last
+        merge of a cluster of which more than half of the rows are of this class with
+        one of which they are not; merges of a cluster below ``min_rows`` do not count,
+        and a class without such a merge is left out. ``heights``: the logarithm of the
+        mixing of every merge, after it is clipped to the range from ``FLOOR`` (0.01) to
+        ``CEILING`` (3); a merge of a cluster below ``min_rows`` counts as ``CEILING``.
+        ``f1``: the mean F1
         of the hidden classes, see :func:`class_f1`, before the first and after every
         merge.
     """
@@ -542,8 +572,10 @@ def calibration() -> dict[str, Any]:
     """Read the stored calibration of the estimate, once in a process.
 
     Returns:
-        ``source``: the command that wrote it; ``sets`` and ``num_tasks``: its data;
-        ``num_novel``: the smallest and the largest true number of these tasks;
+        ``source``: the command that wrote it; ``sets``: the names of the data sets on
+        which the model was fitted; ``num_tasks``: the number of tasks that were made of
+        them, each with a known number of novel classes; ``num_novel``: the smallest and
+        the largest true number of these tasks;
         ``weights`` and ``intercept`` of the :class:`Model`; ``levels``: for "ncd" and
         for "gcd" the level at which the intervals hold at least 85 % of these tasks.
     """
@@ -577,7 +609,7 @@ def _spread(rows: Tensor, max_rows: int) -> Tensor:
 def _log_mixing(values: Sequence[float]) -> NDArray[np.float64]:
     """Return the logarithms of mixings, which say how much two clusters overlap.
 
-    Mixings are first clipped to the range from ``FLOOR`` to ``CEILING``. See
+    Mixings are first clipped to the range from ``FLOOR`` (0.01) to ``CEILING`` (3). See
     :func:`~uno.clustering.neighbors.compute_mixing`.
     """
     return np.log(np.clip(np.asarray(values, dtype=np.float64), FLOOR, CEILING))

@@ -64,11 +64,13 @@ def read_annotated_folder(root: str, options: ReadOptions = DEFAULT_OPTIONS) -> 
     """Read the images that the tables in a folder name.
 
     The tables lie in ``root`` and in its folders train, test, val, valid and
-    validation. The id of a row is the path of its image below ``root``, as the table
-    spells it, unless the table has a column ``id``. The split is the value of the row
-    in the column ``split``, else it follows from the folder of the table (``val``,
-    ``valid`` and ``validation`` are test folders), else it is 'train'. The columns
-    ``id``, ``split`` and ``eval_label`` are read of metadata tables only.
+    validation. The id of a row is its value in the column ``id``. In a table without
+    this column it is the image path as the table spells it, after the folder of the
+    table, such as ``train/1.jpg``; an absolute path or a URI stays as it is. The split
+    is the value of the row in the column ``split``, else it follows from the folder of
+    the table (``test``, ``val``, ``valid`` and ``validation`` are test folders), else
+    it is 'train'. The columns ``id``, ``split`` and ``eval_label`` are read of metadata
+    tables only.
 
     Args:
         root: Local folder or URI.
@@ -81,9 +83,10 @@ def read_annotated_folder(root: str, options: ReadOptions = DEFAULT_OPTIONS) -> 
     Returns:
         The rows of all tables, one table after the other. A missing local file is an
         unreadable image. ``warnings`` say how many images below ``root`` no table
-        names. ``eval_labels`` is None if no table has a true class for evaluation. A
-        row with an empty id is called row-NUMBER, with its number from 0 among the rows
-        of all tables.
+        names, and ``notes`` name the tables. ``eval_labels`` is None if no table has a
+        true class for evaluation. A row with an empty id, or with neither a column
+        ``id`` nor an image path, is called row-NUMBER, with its number from 0 among the
+        rows of all tables.
 
     Raises:
         ConfigError: There is no such table, a table cannot be read or lacks the column
@@ -92,9 +95,9 @@ def read_annotated_folder(root: str, options: ReadOptions = DEFAULT_OPTIONS) -> 
             column such as ``Label`` would be ignored because of its spelling, the
             tables have no rows, an image has several classes in ``_classes.csv``, an
             image path is empty (unless ``images_only``) or leads out of ``root`` or of
-            ``image_folder``, a split or label cannot be used, two ids are equal, none
-            of the images exists (which is not checked in remote storage), a folder
-            cannot be listed, or a link leads out of ``root`` and
+            ``image_folder``, a split or label cannot be used (unless ``images_only``),
+            two ids are equal, none of the images exists (which is not checked in remote
+            storage), a folder cannot be listed, or a link leads out of ``root`` and
             ``options.follow_links`` is False.
     """
     source, names = f"imagefolder:{root}", options.columns
@@ -159,10 +162,10 @@ def _is_given(value: Any) -> bool:
 def _warnings_of_left_out(
     root: str, rows: Rows, options: ReadOptions
 ) -> tuple[str, ...]:
-    """Return a warning about image files below a folder that no table names.
+    """Return a warning if a folder has image files that are in no table.
 
-    The folders below it are searched, too, but hidden files are not counted. The ending
-    of a file tells whether it is an image.
+    All folders below it are searched, too, but hidden files and folders are left out.
+    The ending of a file tells whether it is an image.
 
     Args:
         root: Local folder or URI, below which images are searched for.

@@ -249,10 +249,10 @@ def _standard_columns(
 ) -> dict[str, Any]:
     """Convert the arrays that are standard columns to Arrow columns.
 
-    The standard columns are id, label, eval_label, split, path and text. An array that
-    is called image, or that ``names`` gives for "image", becomes the column 'path', and
-    takes precedence over an array that is called path. Byte strings are decoded as
-    UTF-8.
+    The standard columns are id, label, eval_label, split, path and text. The array that
+    ``names`` gives for "image", or else the one that is called image, becomes the
+    column 'path', and takes precedence over an array that is called path. Byte strings
+    are decoded as UTF-8.
 
     Args:
         path: Path of the file, for the error message.
@@ -357,9 +357,9 @@ def new_array(shape: tuple[int, ...]) -> np.ndarray:
     """Return an array of zeros, which is in memory or in a file.
 
     An array of :data:`MAPPED_BYTES` (256 MiB) or more is mapped to a new file in the
-    user's cache directory, which is created if it is missing, or in the directory for
-    temporary files if the cache directory is a URI or cannot be written. The file has
-    no name, and disappears at the latest with the process.
+    directory of :func:`~uno.data.files.user_cache`, which is created if it is missing.
+    If that is a URI or cannot be written, the file is in the directory for temporary
+    files. It has no name, and disappears at the latest with the process.
 
     Args:
         shape: The shape of the array.

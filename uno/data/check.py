@@ -73,7 +73,8 @@ def check(
     batch. The number of images of each class and the order of the rows are checked with
     all rows, too. Rows are known to be unreadable if all images may be decoded
     (``read_images`` and ``seconds``), or if they are vectors; unreadable images of a
-    mere sample still count as rows. Warnings of the source itself
+    mere sample still count as rows. Sizes, pages and brightness are checked with a
+    sample of at most 64 images, for any ``seconds``. Warnings of the source itself
     (``task.rows.warnings``) are included.
 
     Args:
@@ -83,11 +84,10 @@ def check(
             Unreadable images are then an error if they are more than
             ``data.max_bad_fraction`` of all rows, else a warning, and about 2 GiB of
             images at most are searched for duplicates, wherever they are stored. With 0
-            only a sample of images is decoded, and about 256 MiB of images at most are
-            searched for duplicates, none if any image is in remote storage. Unreadable
-            images of the sample are then an error if all of them are unreadable, else a
-            warning. Of vectors the sample is all rows, and all are compared in any
-            case.
+            only the sample is decoded, and about 256 MiB of images at most are searched
+            for duplicates, none if any image is in remote storage. It is then an error
+            if all images of the sample are unreadable, and a warning if some are. Of
+            vectors the sample is all rows, and all are compared in any case.
         batch_is_derived: Whether the batch size was derived from the data. If rows are
             known to be unreadable, the batch of :func:`with_fitting_batch` is then
             checked in place of that of ``config``, as the run derives it again.
@@ -232,12 +232,12 @@ def format_report(task: Task, problems: list[Problem], size: int | None = None) 
     """Return the report that ``uno data check`` prints.
 
     It has the source, the fingerprint, the numbers of images (all, training and test)
-    and of classes (known, and to discover), the smallest and the largest size and the
-    formats of a sample of images (which is decoded now if it was not before; this line
-    is missing if no image can be decoded, and for vectors), a table with the numbers of
-    labeled, unlabeled and test rows of each true class (and of the rows without a true
-    class, if there are any), the notes of the task, the problems, and the numbers of
-    errors and warnings.
+    and of classes (known, and to discover), the smallest and the largest size (by the
+    number of pixels) and the formats of a sample of images (which is decoded now if it
+    was not before; this line is missing if no image can be decoded, and for vectors), a
+    table with the numbers of labeled, unlabeled and test rows of each true class (and
+    of the rows without a true class, if there are any), the notes of the task, the
+    problems, and the numbers of errors and warnings.
 
     Args:
         task: The rows and their classes.
@@ -248,6 +248,12 @@ def format_report(task: Task, problems: list[Problem], size: int | None = None) 
 
     Returns:
         Plain text of several lines, without a line end at its end.
+
+    Raises:
+        ConfigError: The sample is decoded now, and a file that holds many images cannot
+            be read.
+        StorageError: The sample is decoded now, and a file of an image cannot be read,
+            but perhaps later.
     """
     rows = task.rows
     headers = [image.header for image in rows.image_sample.readable]
@@ -601,14 +607,16 @@ def _check_duplicates(task: Task, in_full: bool) -> Iterator[Problem]:
 def _find_copies(task: Task, in_full: bool) -> tuple[list[list[int]], str]:
     """Find rows with equal content.
 
-    Images that are not stored together are read only if another one has the same size.
-    An image of unknown size, such as a remote file that a table names, is left out, and
-    so is one of more than ``MAX_IMAGE_BYTES``. If the images have more bytes than the
-    limit, only a share of them is compared: all images of some sizes or, where images
-    are stored together, whole groups, such as row groups. If the limit does not allow
-    one size or group, evenly spaced single images are compared. Images that cannot be
-    read have no copies. For a source of vectors the first views of all rows with a
-    usable vector are compared, without a limit.
+    Of images that are not stored together, only those are read that have the same size
+    as another one. Such an image is left out if its size is unknown, as that of a
+    remote file that a table names, or if it has more than ``MAX_IMAGE_BYTES`` (128
+    MiB). Images that are stored together, such as in a row group, are compared whatever
+    their sizes are. If all these images have more bytes than the limit, only a share of
+    them is compared: all images of some sizes or, where images are stored together,
+    whole groups. If the limit does not allow one size or group, evenly spaced single
+    images are compared. Images that cannot be read have no copies. For a source of
+    vectors the first views of all rows with a usable vector are compared, without a
+    limit.
 
     Args:
         task: The rows.

@@ -28,7 +28,7 @@ class Layout(NamedTuple):
     Attributes:
         folder: Folder that the archive unpacks to.
         meta: File in it with the class names.
-        images: File in it with images.
+        images: First file in it with training images.
     """
 
     folder: str

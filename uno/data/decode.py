@@ -210,7 +210,8 @@ def decode_square_and_rgb(
     Returns:
         The square uint8 (3, size, size); and the whole upright image in RGB, uint8 (H,
         W, 3), or (H, W, 4) with a fourth channel that means nothing (it is not alpha).
-        Both have exactly the values that the two functions return. A JPEG is decoded
+        H and W are its sides at the scale of decoding. Both have exactly the values
+        that the two functions return, and must not be written to. A JPEG is decoded
         twice if the two functions decode it at different scales.
 
     Raises:
@@ -452,9 +453,10 @@ def read_header(image: Image) -> Header:
         in pixels as they are stored, before the image is turned upright.
 
     Raises:
-        BadImage: The header cannot be read, its format is none of :data:`FORMATS`, or
-            the numbers of bytes or pixels are beyond the limits; or an array does not
-            hold pixels uint8 (H, W, 3).
+        BadImage: The image is missing or empty, the file or its header cannot be read,
+            the format is none of :data:`FORMATS`, or the number of bytes, of pixels or
+            of pixels per byte is beyond its limit; or an array does not hold pixels
+            uint8 (H, W, 3).
         StorageError: The image's file cannot be read now, but perhaps later.
     """
     if isinstance(image, np.ndarray):

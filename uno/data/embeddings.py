@@ -212,7 +212,10 @@ def read_vectors(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
     holds numbers (R, D), which are R vectors. The same columns may be beside them: in a
     .csv file of the same name, or as other arrays of the .npz, .pt or .pth file. An
     .h5ad file has its vectors in ``obsm`` or ``X`` and the columns in ``obs``. In files
-    other than Parquet a column of images holds paths.
+    other than Parquet a column of images holds paths. A row with an empty split is a
+    training row. In a Parquet file without a column ``split``, the name of the file or
+    of its folder decides, see :func:`~uno.data.rows.split_of`. In other files without
+    it all rows are training rows.
 
     Vectors with the same id become one row with several views, at the place of the
     first one, from which the text and the picture of the row are taken. The first view
@@ -236,12 +239,14 @@ def read_vectors(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
         file is never changed.
 
     Raises:
-        ConfigError: There is no such file or column, the file has another ending or is
+        ConfigError: There is no such file or column, a column such as ``Label`` would
+            be ignored because of its spelling, the file has another ending or is
             damaged, it does not say which of several arrays the vectors are, it has no
             vectors or more than ``MAX_ROWS``, a label, split or image path cannot be
             used, none of the pictures that paths name exists (which is not checked in
-            remote storage), or vectors with the same id differ in label, eval_label or
-            split.
+            remote storage), vectors with the same id differ in label, eval_label or
+            split, or a link leads out of a folder of Parquet files and
+            ``options.follow_links`` is False.
         StorageError: A file for a large array of vectors cannot be made, for example
             because the disk is full.
         ModuleNotFoundError: The file is an .h5ad file, and h5py is not installed.
@@ -392,7 +397,7 @@ class GivenVectors(NamedTuple):
     Attributes:
         values: float32 (N, V, D), V views of each row.
         columns: Name of a column -> Arrow array of text (N,): ``id``, and ``label`` if
-            the caller passes labels.
+            the caller passes labels, with null for an unlabeled row.
     """
 
     values: Tensor

@@ -168,11 +168,11 @@ def feature_job(config: Config, task: Task, encoder: nn.Module) -> FeatureJob:
     Returns:
         The three arguments, and as ``facts`` a mapping with the keys of
         :func:`settings` and four more: "version" of the format of the cache; "weights",
-        the SHA-256 of all parameters and buffers as hex digits; "packages", package ->
-        version, for the packages that decode and encode images; and "code", Python
-        module -> SHA-256 of its file, for an encoder of the user's own. For such an
-        encoder "packages" also has the packages of its modules. For others "code" is
-        empty.
+        the SHA-256 of the encoder's ``state_dict`` (names, types, shapes and values) as
+        hex digits; "packages", package -> version, for the packages that decode and
+        encode images; and "code", Python module -> SHA-256 of its file, for an encoder
+        of the user's own. For such an encoder "packages" also has the packages of its
+        modules. For others "code" is empty.
 
     Raises:
         PackageNotFoundError: The configuration names OpenVINO as the runtime, and it is
@@ -283,8 +283,9 @@ def encode_chunk(job: FeatureJob, encoder: nn.Module, rows: np.ndarray) -> Chunk
         is missing or cannot be decoded has zeros and a reason.
 
     Raises:
-        ConfigError: The encoder returns numbers that are not finite, or a file that
-            holds many images cannot be read.
+        ConfigError: The encoder returns numbers that are not finite, a file that holds
+            many images cannot be read, or a :class:`Runtime` cannot compute the encoder
+            or gives other features than PyTorch.
         StorageError: A file of an image cannot be read now, but perhaps later.
     """
     images = job.task.rows.images.read_images(rows)
@@ -358,8 +359,8 @@ def decode_rows(
         Three values. The first are the pixels of each row in one line, uint8 (n,
         bytes): the centered square of the image, resized to (3, T, T) with T =
         ``data.stored_size``, from which the evaluation view is cut; then the V crops of
-        the random views (3, S, S) with S = ``augment.large.size``, which are not yet
-        flipped or changed in color. Crops are black (0) for a row without random views,
+        the random views (3, S, S) with S = ``augment.large.size``, without the other
+        steps of the augmentation. Crops are black (0) for a row without random views,
         and so are all pixels of a row that cannot be read. The second is bool (n,), the
         rows that have random views and can be read. The third has for each row the
         reason why it cannot be read, or None.
@@ -398,8 +399,10 @@ def encode_rows(
 ) -> Tensor:
     """Compute the features of rows from the pixels that :func:`decode_rows` returns.
 
-    The evaluation view is cut from the square. The crops become random views: they are
-    flipped and changed in color with the random numbers of the row's seed.
+    The evaluation view is the center of the square. The crops become random views by
+    the other steps of the augmentation of large views (flip, affine map, changes of
+    color and blur), with the random numbers of the row's seed. All views are normalized
+    before they are encoded.
 
     Args:
         config: The configuration of the run.
@@ -414,7 +417,11 @@ def encode_rows(
     Returns:
         Features float32 (n, 1 + V, D) on the CPU: D features of the evaluation view and
         of each of V random views. They are zeros for rows that are not ``ok`` and for
-        random views that a row does not have.
+        random views that a row does not have. Whether they are finite is not checked.
+
+    Raises:
+        ConfigError: A :class:`Runtime` cannot compute the encoder or gives other
+            features than PyTorch.
     """
     device = next(encoder.parameters()).device
     width = int(encoder.num_features)  # type: ignore[arg-type]
@@ -437,10 +444,11 @@ def encode_rows(
 def _random_views(config: Config, seed: int, crops: Tensor) -> list[Tensor]:
     """Make the V normalized random views of one row from its crops.
 
-    The crops are flipped, changed in color and blurred as the augmentation of large
-    views says, and then normalized. The seed decides the random numbers. V is the
-    number of random views that the configuration asks for, and S the side of a large
-    view in pixels.
+    The crops are flipped, mapped by an affine map, changed in color and blurred as the
+    augmentation of large views says, and then normalized. With ``augment.weak`` the
+    changes of color and the blur are left out. The seed decides the random numbers. V
+    is the number of random views that the configuration asks for, and S the side of a
+    large view in pixels.
 
     Args:
         config: The configuration of the run.
@@ -511,6 +519,10 @@ def _encode(config: Config, encoder: nn.Module, images: Tensor) -> Tensor:
 
     Returns:
         Features float32 (B, D) on the CPU.
+
+    Raises:
+        ConfigError: A :class:`Runtime` cannot compute the encoder or gives other
+            features than PyTorch.
     """
     if isinstance(encoder, Runtime):
         return encoder(images)
@@ -585,8 +597,9 @@ def compute_local(
         order.
 
     Raises:
-        ConfigError: The encoder returns numbers that are not finite, or a file that
-            holds many images cannot be read.
+        ConfigError: The encoder returns numbers that are not finite, a file that holds
+            many images cannot be read, or a :class:`Runtime` cannot compute the encoder
+            or gives other features than PyTorch.
         StorageError: A file of an image cannot be read now, but perhaps later.
     """
     compute = partial(encode_chunk, job, encoder)
@@ -760,7 +773,9 @@ class FeatureCache:
     def write_facts(self) -> None:
         """Write ``facts.json``, for people who look at the folder of the cache.
 
-        The file is replaced if it exists. It is never read.
+        It holds the ``facts`` of the job (the settings, weights, packages and code that
+        features depend on), and a note that the features can be deleted. The file is
+        replaced if it exists. It is never read by this program.
 
         Raises:
             StorageError: The folder cannot be written.
@@ -851,11 +866,12 @@ def cached_features(
     """Return the features of all rows, from a cache or computed now.
 
     New features of readable rows are written to the cache after a chunk if there are 32
-    MiB of them or 10 s have passed since the last write. They are also written at the
-    end, and when ``compute`` raises an error, so that a later call encodes only the
-    other rows. If the cache lacks any row, ``facts.json`` is written first, which says
-    how features are computed (encoder, weights, views, versions). Rows that cannot be
-    read are not cached: ``compute`` gets their numbers again in each call.
+    MiB of them, or 10 s have passed since the last write or the start. They are also
+    written at the end, and when ``compute`` raises an error, so that a later call
+    encodes only the other rows. If the cache lacks any row, ``facts.json`` is written
+    first, which says how features are computed (encoder, weights, views, versions).
+    Rows that cannot be read are not cached: ``compute`` gets their numbers again in
+    each call.
 
     Args:
         cache: The cache of the N rows.

@@ -81,6 +81,8 @@ SMALL_STEMS = {"cifar": (3, 1), "cifar_stride2": (4, 2)}
 def _small_stem(width: int, stem: str) -> nn.Conv2d:
     """Build the first convolution of an encoder for small images, without a bias.
 
+    It has 3 input channels, and a padding of 1 pixel.
+
     Args:
         width: The number of its output channels.
         stem: ``cifar`` (3x3, stride 1) or ``cifar_stride2`` (4x4, stride 2).
@@ -309,6 +311,8 @@ def _from_timm(model_name: str) -> nn.Module:
 def describe_timm(model_name: str) -> tuple[str, dict[str, Any]]:
     """Return the name and the description of an encoder that timm builds.
 
+    The package timm must be installed.
+
     Args:
         model_name: The name after ``timm:``. ``hf-hub:ORG/NAME`` or
             ``hf-hub:ORG/NAME@REVISION`` names a repository of the Hugging Face Hub,
@@ -352,6 +356,9 @@ def describe_timm(model_name: str) -> tuple[str, dict[str, Any]]:
 
 def _from_torchvision(model_name: str) -> nn.Module:
     """Build an encoder of torchvision without its last linear layer, untrained.
+
+    Auxiliary classifiers in the middle of the model (:data:`AUXILIARY`) are removed,
+    too.
 
     Args:
         model_name: The name after ``torchvision:``.
@@ -540,10 +547,11 @@ def code_of(name: str, encoder: nn.Module | None = None) -> dict[str, dict[str, 
     Returns:
         Two mappings. ``code`` gives, by the name of the Python module in ``name`` and
         of each module that defines a class of the encoder's layers, the SHA-256 of its
-        file as hex digits; modules of torch and files that cannot be read are left out.
-        ``packages`` gives the version of each top-level package of these modules, torch
-        included, or "" if it is not known. The result is {}, without these two keys,
-        for any encoder that is not a callable of the user.
+        file as hex digits; modules of the package torch, modules without a file and
+        files that cannot be read are left out. ``packages`` gives the version of each
+        top-level package of these modules, torch included, or "" if it is not known.
+        The result is {}, without these two keys, for any encoder that is not a callable
+        of the user.
 
     Raises:
         ConfigError: ``encoder`` is None, and the encoder cannot be built.

@@ -52,8 +52,9 @@ def runtime_precision(config: Config, device: torch.device) -> Precision | None:
         device: The device of the encoder.
 
     Returns:
-        "fp32" or "bf16". None if PyTorch computes the encoder, as it does on GPUs
-        whatever the configuration says.
+        "bf16" if ``compute.precision`` is "bf16", otherwise "fp32". None if PyTorch
+        computes the encoder: on GPUs, whatever the configuration says, and on the CPU
+        if ``compute.encoder_runtime`` is "torch".
 
     Raises:
         ConfigError: The configuration asks for OpenVINO, which is not installed. This

@@ -41,7 +41,7 @@ NETWORK_TIMEOUT_S = 10
 class Description(NamedTuple):
     """What the maker of an encoder says about it.
 
-    A value is None or "" if it is not known.
+    A value that is not known is None or "". An unknown ``crop_share`` is 1.
 
     Attributes:
         size: The side of the images that the encoder takes, in pixels.
@@ -105,10 +105,11 @@ def describe_encoder(name: str) -> Description:
             "package.module:NAME" for the user's own callable, or "vectors:D".
 
     Returns:
-        The description. For this package's other ResNets and for torchvision's encoders
-        it is that of torchvision's default weights. For the small ResNet
-        ("resnet_small") and for vectors all of its values are the defaults, which mean
-        that nothing is known.
+        The description. For torchvision's encoders, and for "resnet18", "resnet34" and
+        "resnet50", it is that of torchvision's default weights. For timm's it is that
+        of timm's ``pretrained_cfg``, or of the ``config.json`` of the repository. For
+        the user's callable it is read from attributes of the encoder, and what these do
+        not say is not known. For "resnet_small" and for vectors nothing is known.
 
     Raises:
         ConfigError: There is no such encoder, its package is missing, its description
@@ -150,6 +151,10 @@ def _describe_torchvision(model_name: str) -> Description:
 
     Args:
         model_name: torchvision's name of the encoder without a prefix.
+
+    Returns:
+        The description, all of whose values are known, except that the license may be
+        "". ``weights`` is for example "torchvision IMAGENET1K_V2".
 
     Raises:
         ConfigError: There is no such encoder.
@@ -287,7 +292,8 @@ def _parse_weights(data: bytes, source: str) -> dict[str, Tensor]:
     """Read tensors by name from the content of a safetensors or PyTorch file.
 
     The tensors of a PyTorch checkpoint may be nested under ``state_dict`` or ``model``,
-    also repeatedly. Its values that are not tensors are left out.
+    also repeatedly, up to five levels deep. Only the innermost of these mappings is
+    read, and its values that are not tensors are left out.
 
     Args:
         data: The content of the file.
@@ -410,11 +416,10 @@ def load_encoder_(
 def fetch_pretrained(name: str) -> bytes:
     """Return the weights that a library has for an encoder, as a safetensors file.
 
-    They come from the library's cache, or are downloaded into it. Only the process that
-    starts a run calls this.
+    They come from the library's cache, or are downloaded into it.
 
     Args:
-        name: The name of the encoder.
+        name: The name of the encoder, as ``model.encoder`` has it.
 
     Returns:
         The content of the file: the weights by the library's names, for torchvision

@@ -165,8 +165,10 @@ class Method:
     def needs_teacher(self, config: Config) -> bool:
         """Return whether the loss needs the pretrained network as a teacher.
 
-        ``state.teacher`` is then a frozen copy of the network after supervised
-        pretraining, for example for distillation. The base class returns False.
+        ``state.teacher`` is then a frozen network of the encoder and the known head
+        after supervised pretraining: that of this run, or of ``model.weights`` if this
+        run has none. The loss may, for example, distil its outputs. The base class
+        returns False.
 
         Args:
             config: The configuration of the run.

@@ -120,7 +120,8 @@ class ClusteringMethod(Method):
         Raises:
             ConfigError: The sampled unlabeled rows are not more than the clusters: the
                 novel classes, in the GCD setting the known ones, too. Or no labeled or
-                no unlabeled image can be read.
+                no unlabeled image of the sample, or no labeled image of one of the
+                known classes, can be read.
         """
         sample = training_features(config, model, train)
         require_every_class(config, sample, train.num_known)

@@ -213,10 +213,11 @@ def cluster_centers(
         seed: The seed of k-means.
 
     Returns:
-        Directions, float32 (C_l + C_u, D): the means of the labeled rows of each known
-        class, then the centers of the novel clusters of
-        :func:`uno.clustering.initialization.cluster_features`. All have length one, or
-        are zeros if there is no row.
+        Directions, float32 (C_l + C_u, D) on the CPU: the means of the labeled rows of
+        each known class, then the means of the unlabeled rows of each novel cluster of
+        :func:`uno.clustering.initialization.cluster_features`. Rows are scaled to
+        length one before a mean is taken, and the mean is then scaled to length one,
+        too. It is zeros if there is no row.
     """
     labeled, labels, unlabeled = sample
     centers = cluster_features(

@@ -158,13 +158,20 @@ class Dtc(Method):
 
         q are the cluster probabilities of a row, and p its sharpened target. The loss
         is KL(p || q) in view 0, plus the squared difference of q under two views with a
-        rising weight, which is 0 in the warm-up. Both are means over rows and clusters.
-        The q of view 0 is stored for each row of all workers in
-        ``state.extra["probabilities"]``, in place. The targets p of all unlabeled rows,
-        ``state.extra["targets"]``, are computed from the stored q at the end of the
-        warm-up, and then again after each ``update_interval``, a share of all steps of
-        the phase. Labeled rows take no part. The known prototypes of the model are
-        scaled to length one first, in place. All workers call this.
+        weight. Both are means over rows and clusters. The weight is 0 in the warm-up,
+        the first share ``warmup`` of the steps of the phase. After it the weight rises
+        to ``consistency_weight`` within the share ``rampup`` of the phase, see
+        :func:`uno.methods.common.sigmoid_rampup`.
+
+        The targets p of all unlabeled rows, ``state.extra["targets"]``, are those of
+        :meth:`initialize` until the warm-up ends. The first step after it, and then one
+        step after each ``update_interval``, a share of all steps of the phase, replace
+        them before the loss is computed: by :func:`sharpen` of the stored q of all
+        unlabeled rows, ``state.extra["probabilities"]``. Every step, also in the
+        warm-up, stores the q of view 0 of the unlabeled rows of all workers there, in
+        place, see :func:`store_probabilities_`. Labeled rows take no part. The known
+        prototypes of the model are scaled to length one first, in place. All workers
+        call this.
 
         Args:
             state: The state of training, with the model, q and p. q and p are updated.
@@ -204,12 +211,14 @@ class Dtc(Method):
     ) -> dict[str, Tensor]:
         """Initialize the head by principal components and k-means of the features.
 
-        The features are those of all unlabeled rows. The linear layer of the head
-        becomes their first C_u principal components, with a bias that centers them, and
-        its centers become those of k-means in these components. With a frozen encoder,
-        the known prototypes also become the means of the classes in a sample of labeled
-        rows, scaled to length one; otherwise they stay as they are. All workers call
-        this; rank 0 computes the components and the centers.
+        The features are those of the center crops of all unlabeled rows. The linear
+        layer of the head becomes their first C_u principal components, with a bias that
+        centers them, and its centers become those of k-means in these components, the
+        best of 20 starts. With a frozen encoder, the known prototypes also become the
+        means of the classes in a sample of labeled rows; rows and means are scaled to
+        length one, and a class without a row keeps its prototype. Otherwise the known
+        prototypes stay as they are. All workers call this; rank 0 computes the
+        components and the centers.
 
         Args:
             config: The configuration of the run.
@@ -218,8 +227,9 @@ class Dtc(Method):
             train: The training data, in memory.
 
         Returns:
-            "probabilities", the cluster probabilities q, and "targets", the sharpened
-            targets p, of all unlabeled rows, each (N_u, K).
+            "probabilities", the cluster probabilities q under the new head, and
+            "targets", the sharpened targets p (:func:`sharpen`), of all unlabeled rows,
+            each (N_u, C_u).
 
         Raises:
             ConfigError: There are fewer unlabeled rows than novel classes, or the

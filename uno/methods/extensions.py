@@ -32,7 +32,7 @@ def past_logits(state: TrainState, directions: Tensor) -> list[Tensor] | None:
         state: The state of training. ``state.extra["queue"]`` (V_large, H, Q, P or 2P)
             is replaced. It holds the projections of Q rows by cluster heads and
             overclustering heads side by side, newest first, the same on all workers.
-            Values that are not finite become 0.
+            Each number that is not finite becomes 0.
         directions: Projections of this worker's unlabeled rows at length one, (V_large,
             H or 2H, B_u, P): those of the cluster heads, then of the overclustering
             heads.

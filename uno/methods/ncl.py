@@ -307,8 +307,8 @@ def push_rows(rows: Tensor, memory: Tensor) -> Tensor:
     All workers call this.
 
     Args:
-        rows: The rows of this worker, features or labels, (N, ...). Values that are not
-            finite become 0.
+        rows: The rows of this worker, features or labels, (N, ...). Each number that is
+            not finite becomes 0.
         memory: The memory of earlier rows, (M, ...), newest first. It is not changed.
 
     Returns:

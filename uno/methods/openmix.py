@@ -114,9 +114,9 @@ class OpenMix(Method):
 
         The features of a sample of the unlabeled rows are divided into as many clusters
         as there are novel classes, see
-        :func:`uno.clustering.initialization.cluster_features`. The centers are the mean
-        directions of the clusters, of length one. All workers call this; rank 0
-        clusters.
+        :func:`uno.clustering.initialization.cluster_features`. The center of a cluster
+        is the mean of its rows, where rows and mean are scaled to length one. All
+        workers call this; rank 0 clusters.
 
         Args:
             config: The configuration of the run.

@@ -313,7 +313,8 @@ class Pim(Method):
 
         Raises:
             ConfigError: The sample has fewer unlabeled rows than there are novel
-                classes, or no labeled or no unlabeled image can be read.
+                classes; or no labeled or no unlabeled image of it, or no labeled image
+                of one of the known classes, can be read.
         """
         constants, device = config.method_options, model.known.weight.device
         sample = Sample(*(t.to(device) for t in frozen_sample(config, model, train)))

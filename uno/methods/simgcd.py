@@ -179,9 +179,10 @@ class SimGcd(Method):
             An empty mapping: the method keeps no tensors.
 
         Raises:
-            ConfigError: The encoder is frozen, and its sample of training rows has
-                fewer unlabeled rows than there are novel classes, or no labeled or no
-                unlabeled image can be read.
+            ConfigError: The encoder is frozen, and the sample of training rows has
+                fewer unlabeled rows than there are novel classes; or no labeled or no
+                unlabeled image of the sample, or no labeled image of one of the known
+                classes, can be read.
         """
         if config.model.finetune != "none":
             return {}

@@ -111,8 +111,9 @@ def line_chart(
 
     Points of curves that are not finite, and curves without any other point, are left
     out. Of a curve with more than 300 points 300 are drawn, evenly spaced in their
-    order, with the first and the last one. The chart is 150 pixels high, and has ticks
-    at round numbers on the y axis (:func:`ticks`).
+    order, with the first and the last one. A curve of one point is drawn as a dot. The
+    chart is 150 pixels high, and has ticks at round numbers on the y axis
+    (:func:`ticks`).
 
     Args:
         title: Title of the chart.

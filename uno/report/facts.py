@@ -38,7 +38,8 @@ class RunData:
             :func:`uno.data.unreadable.name_bad`.
         config_yaml: The stored configuration as text.
         estimate: The content of ``estimate.json``, the estimated number of novel
-            classes; empty without an estimate.
+            classes with its curves (:class:`uno.results.estimate.Estimate`); empty
+            without an estimate.
         unreadable: Names of the files above that could not be read or parsed.
     """
 
@@ -185,15 +186,19 @@ def curves(facts: RunData) -> list[Chart]:
 def estimate_chart(facts: RunData) -> Chart | None:
     """Draw how well each number k of novel classes fits, a stored estimate of the run.
 
-    The command ``uno estimate-classes`` stores the estimate in the run directory.
+    The estimate is the file ``estimate.json`` of the run directory. A run with
+    ``--num-novel auto`` makes the estimate before it begins, and keeps a copy of the
+    file. The command ``uno estimate-classes`` writes the file into its output
+    directory.
 
     Args:
         facts: The content of the run directory, with the estimate.
 
     Returns:
         A chart over k with the curves that the estimate has: the mean F1 score of known
-        classes, or for a frozen encoder the probability of k. None if the run has no
-        estimate of the number of classes, or no curve of it has a finite value.
+        classes that were held out, or for a frozen encoder the probability of k. None
+        if the run has no estimate of the number of classes, or no curve of it has a
+        finite value.
     """
     ks, stored = facts.estimate.get("ks"), facts.estimate.get("curves")
     if not isinstance(ks, list) or not isinstance(stored, dict):

@@ -30,8 +30,8 @@ class Cluster:
         majority: The name of the most frequent true class of the rows, and its share of
             the rows that have a true class; None if no row has one.
         like_known: The output of the most similar known class, and the cosine of both
-            (:func:`class_similarity`); None if no known class, or not this class
-            itself, has sampled rows.
+            (:func:`class_similarity`); None if this class has no sampled rows, or no
+            known class has any. Here test rows count, and labeled rows by their label.
         like_novel: The same of the most similar other discovered class, which may be
             one that the user dropped.
     """

@@ -57,9 +57,10 @@ class Preview(NamedTuple):
 class Album:
     """Draws the members of classes as thumbnails.
 
-    Each class has at most ``max_tiles`` tiles. If it has more members, those are drawn
-    that are evenly spaced in the order of confidence. The headers of some images are
-    read when an object is made.
+    A thumbnail is the centered square of an image, resized. Each class has at most
+    ``max_tiles`` tiles. If it has more members, those are drawn that are evenly spaced
+    in the order of confidence. The headers of some images are read when an object is
+    made.
 
     Args:
         rows: The rows of the run.
@@ -188,6 +189,8 @@ class Album:
     def _pixels(self, positions: NDArray[np.int64], side: int) -> NDArray[np.uint8]:
         """Decode the images of rows to squares.
 
+        The centered square of each image is resized.
+
         Args:
             positions: Indices of the rows in the sample, int64 (n,).
             side: Side of the squares in pixels.
@@ -195,6 +198,10 @@ class Album:
         Returns:
             Pixels uint8 (n, 3, side, side) in RGB, black for images that cannot be
             decoded.
+
+        Raises:
+            StorageError: An image's file cannot be read now, but perhaps later.
+            ConfigError: A file that holds many images cannot be read.
         """
         assert self._images is not None
         images = self._images.take(positions)

@@ -48,8 +48,9 @@ def write_report(
     """Write ``report.html`` into the directory of a run.
 
     A sample of the rows is classified for it. Without the data, or if the model cannot
-    be loaded or applied, the report shows what the directory still holds; in the second
-    case the report names the error, and a warning is logged.
+    be loaded or applied, or images cannot be read for their thumbnails, the report
+    shows what the directory still holds. Except without the data, the report then names
+    the error, and a warning is logged.
 
     Args:
         config: The configuration of the run.
@@ -67,10 +68,9 @@ def write_report(
         The path or URI of the report.
 
     Raises:
-        StorageError: The report cannot be written, or the storage fails while images
-            are read for their thumbnails. Damaged files of the run raise no error; the
-            report names them.
-        ConfigError: A file that holds many images cannot be read for thumbnails.
+        StorageError: The report cannot be written. Files of the run that are damaged or
+            cannot be read raise no error; the report names them.
+        ConfigError: The discovery method of the run cannot be loaded.
     """
     run_data = facts.read_facts(storage, metrics)
     values = run_data.metrics
@@ -120,7 +120,7 @@ def write_report(
 
 
 def open_task(config: Config, storage: Storage) -> tuple[Task | None, str]:
-    """Open the rows of a finished run for its report.
+    """Open the rows of a run for its report, whether or not the run is finished.
 
     Args:
         config: The configuration of the run, which names the data.

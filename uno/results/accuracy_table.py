@@ -254,8 +254,8 @@ def format_table(values: Mapping[str, float]) -> str:
     two rows, "avg" and "best". Otherwise it has one, for the mean.
 
     The last lines are the legend. They explain "avg" and "best" if any metric differs
-    between them, then the word "strict", and then k-means and spectral clustering if
-    any key begins with "baseline/".
+    between them, then always the word "strict", and then k-means and spectral
+    clustering if any key begins with "baseline/".
 
     Args:
         values: The metrics of the run, by key, as fractions.

@@ -48,8 +48,8 @@ def export_predictions(
         format: A key of :data:`TABLES`, "csv" or "h5ad", or a key of
             :data:`ANNOTATIONS`, "label-studio", "fiftyone" or "cvat".
         images: The folder or URL of the images as the tool sees it, to which the ids of
-            the images are appended. None for the path of each image itself (for "cvat",
-            its id). Tables ignore it.
+            the images are appended. None for the path or URI of each image itself (for
+            "cvat", its id). Tables ignore it.
 
     Returns:
         The paths or URIs of the written files.
@@ -87,7 +87,8 @@ def read_predicted(storage: Storage) -> Iterator[dict[str, Any]]:
         For each image its "id", "uri" (its path or URI, None if it has no file of its
         own), predicted "class_name", "kind" ("known", "novel", or "rejected" if the
         user dropped the predicted class), the "probability" of that class (0-1), and
-        "status", which is "ok".
+        "status", which is "ok". The "class_name" of a rejected image is not that of the
+        dropped class, but "rejected" (with a number if another class has this name).
 
     Raises:
         StorageError: A file is missing or damaged.
@@ -101,9 +102,10 @@ def locate_image(row: Mapping[str, Any], images: str | None) -> str:
 
     Args:
         row: A row of the predictions, with its "id" and "uri" (path or URI, or None).
-        images: The folder or URL of the images as the tool sees it; the result is this,
-            a slash and the id of the row, which is percent-encoded after a URL. None
-            for the "uri" of the row.
+        images: The folder or URL of the images as the tool sees it. The result is this
+            text without slashes at its end, a slash, and the id of the row. If the text
+            is a URL (it contains "://"), the id is percent-encoded, except for slashes.
+            None for the "uri" of the row.
 
     Raises:
         ConfigError: The row has no "uri", because its image has no file of its own, and
@@ -314,7 +316,7 @@ def count_labels(
     """Count the labels that people gave to the images of the predictions of a run.
 
     Left out are images with which the run was trained as labeled ones, images that
-    could not be read, and names that match no image, see
+    could not be read, and names that do not match exactly one image, see
     :func:`~uno.data.label_files.match_images`.
 
     Args:
@@ -362,7 +364,8 @@ def measure_image(path: str | None) -> dict[str, str]:
 
     Returns:
         "width" and "height" in pixels, as text, before an EXIF orientation is applied.
-        Empty for None, and if the file cannot be read.
+        Empty for None, and if the file cannot be read or is no image that
+        :mod:`uno.data.decode` accepts, by its header.
     """
     if path is None:
         return {}

@@ -50,8 +50,10 @@ class Baseline(NamedTuple):
     """One clustering of rows that still has to be computed, and how it is scored.
 
     Attributes:
-        job: Computes the cluster of each row that is scored, int64 (N,), on one rank.
-        score: Computes metrics by key from the clusters (N,), on all ranks.
+        job: A task that one of the ranks runs. Its result, which all ranks get, is the
+            cluster of each of the N rows that are scored, int64 (N,).
+        score: Takes these clusters (N,), and returns metrics by key. Every rank calls
+            it.
     """
 
     job: RankTask
@@ -121,7 +123,9 @@ def baselines(
     """Prepare the baselines of a run: clusterings of rows by their features.
 
     All workers call this function. Each computes the features of a share of the rows,
-    and gets those of all. Only the clusterings are left for later.
+    and gets those of all. Only the clusterings are left for later. Of the rows of novel
+    classes, and in the GCD setting of the unlabeled and of the labeled rows, a sample
+    of at most 50,000 each is used, see :func:`read_features`.
 
     Args:
         config: The configuration of the run.
@@ -211,10 +215,11 @@ def spectral_clusters(
 ) -> Tensor:
     """Cluster rows by spectral clustering of the graph of their nearest neighbors.
 
-    The features of all rows are projected to their leading principal directions (at
-    most 256) and scaled to length one. The graph links each row that is clustered to
-    its 10 nearest neighbors by cosine. k-means clusters the spectral coordinates of the
-    graph, and of 10 starts the best counts.
+    The features of all rows are scaled to length one, centered, projected to their
+    leading principal directions (at most 256) and scaled to length one again. The graph
+    links each row that is clustered to its 10 nearest neighbors by cosine among these
+    rows. k-means clusters the spectral coordinates of the graph, and of 10 starts the
+    best counts.
 
     Args:
         features: Features (N, D) of labeled and unlabeled rows, D numbers each.
@@ -292,10 +297,12 @@ def generalized_baselines(
     ``baseline/{kmeans|constrained_kmeans|spectral}/gcd/{all|old|new}``, where old are
     known and new are novel classes. A group without rows has no key.
 
-    "kmeans" uses no label. In the other two the labeled rows are fixed to their
-    classes. Spectral clustering is left out if there are more than ``MAX_GRAPH_ROWS``
-    (20,000) labeled and unlabeled rows. Nothing is yielded if there are fewer unlabeled
-    rows than known and novel classes, or no labeled rows.
+    "kmeans" clusters the unlabeled rows alone and uses no label; labeled rows only
+    count in the mean by which rows are centered. In the other two the labeled rows are
+    clustered, too, and are fixed to their classes. Spectral clustering is left out if
+    there are more than ``MAX_GRAPH_ROWS`` (20,000) labeled and unlabeled rows. Nothing
+    is yielded if there are fewer unlabeled rows than known and novel classes, or no
+    labeled rows.
 
     Args:
         config: The configuration of the run, which has the seed.

@@ -77,7 +77,8 @@ class ModelClasses(BaseModel):
         encoder_code: If the encoder is the user's callable, the SHA-256 of each of its
             Python modules, by the name of the module. None for other encoders.
         measured: The hash of the merges and drops that the metrics of the run belong
-            to; None for classes of which none was merged or dropped.
+            to; None if the metrics belong to classes of which none was merged or
+            dropped.
     """
 
     model_config = ConfigDict(**STRICT, frozen=True)
@@ -176,9 +177,9 @@ def prediction_labels(classes: Sequence[OutputClass]) -> list[tuple[str, str]]:
     """Return the name and the kind that predictions give to the rows of each class.
 
     Rows of all dropped classes have the kind "rejected" and the name "rejected". If a
-    class that was not dropped has this name, also in another case, the name is the
-    first free one of "rejected-1", "rejected-2" and so on. A merged class has its own
-    name and kind here, but no row is predicted as it.
+    class that was not dropped has this name, also in another case or Unicode form, the
+    name is the first free one of "rejected-1", "rejected-2" and so on. A merged class
+    has its own name and kind here, but no row is predicted as it.
 
     Args:
         classes: All output classes of the model, by index.
@@ -291,7 +292,11 @@ def template(classes: Sequence[OutputClass], model_hash: str) -> str:
 
 
 def _format_scalar(value: str) -> str:
-    """Format a string as a YAML scalar on one line, quoted if necessary."""
+    """Format a string as a YAML scalar on one line, quoted if necessary.
+
+    Text with characters that are unprintable or not ASCII is in double quotes, with
+    these characters escaped.
+    """
     style = None if value.isascii() and value.isprintable() else '"'
     return yaml.safe_dump(value, width=1_000_000, default_style=style).split("\n")[0]
 
@@ -559,11 +564,11 @@ def name_classes(
             :func:`~uno.results.annotations.count_labels` returns them.
 
     Returns:
-        All classes with their new names and targets; and a line of text for each
-        discovered class with labeled images that is neither merged nor dropped already,
-        in the order of ``labels``. The line has the present name of the class, its most
-        frequent label with the number of these and of all labels, and says so if they
-        are not more than half.
+        All classes with their new names and targets, which are not checked; and a line
+        of text for each discovered class with labeled images that is neither merged nor
+        dropped already, in the order of ``labels``. The line has the present name of
+        the class, its most frequent label with the number of these and of all labels,
+        and says so if they are not more than half.
     """
     named, lines = list(classes), list[str]()
     majority = dict[int, tuple[str, int]]()

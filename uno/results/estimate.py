@@ -87,13 +87,15 @@ class Settings:
 
     Some known classes, the probe classes, are held out of pretraining, and their rows
     are clustered with the unlabeled ones. The rows of some probe classes, the anchors,
-    are fixed to one cluster each.
+    are fixed to one cluster each. For a frozen encoder only ``max_novel`` is read.
 
     Attributes:
         num_splits: Number of splits of the known classes into probe classes and others,
             but at most one for each class. An encoder is pretrained for each.
         max_novel: Largest number of novel classes that is tried; None for the number of
-            known classes, at least 10.
+            known classes, at least 10. Numbers above that of the unlabeled rows or
+            ``max_rows`` are not tried. For a frozen encoder it is only a limit, and
+            None sets none.
         num_roles: Largest number of choices of anchors in a split.
         anchor_ratio: Share of the probe classes that are anchors (as in DTC).
         num_restarts: Number of starts of k-means (as in DTC).
@@ -558,16 +560,17 @@ def pretrain_split(
 ) -> Features:
     """Pretrain an encoder on some of the known classes, and compute features with it.
 
-    The features belong to the rows that pretraining has no labels for: unlabeled rows
-    and rows of probe classes, the known classes that are held out. In the GCD setting
-    they belong to all rows. They are stored as ``features.safetensors`` in the folder
-    of the split, next to the checkpoints of the pretraining. If they are there already,
-    they are read, and nothing is pretrained.
+    The pretext task runs before pretraining if it has epochs. The features belong to
+    the rows that pretraining has no labels for: unlabeled rows and rows of probe
+    classes, the known classes that are held out. In the GCD setting they belong to all
+    rows. They are stored as ``features.safetensors`` in the folder of the split, next
+    to the checkpoints of the pretraining. If they are there already, they are read, and
+    nothing is pretrained.
 
     Args:
         train: The training rows, on the host.
         settings: The settings of the estimate.
-        device: The device of pretraining.
+        device: The device of pretraining, on which the features are computed, too.
         job: The split of the known classes, the configuration of its pretraining, and
             the path or URI of its folder.
 
@@ -579,7 +582,8 @@ def pretrain_split(
         of the whole sample, before rows of other classes are left out.
 
     Raises:
-        StorageError: The features cannot be read or written.
+        StorageError: The file of the features cannot be read or written.
+        SafetensorError: The stored features are damaged.
         UnoError: The pretraining raises one of the errors of
             :func:`uno.runs.run.run_phase`.
     """

@@ -83,8 +83,10 @@ def evaluate_run(
 
     Returns:
         The metrics, such as ``test/novel/task_aware/acc/best``. Accuracies and most
-        others are fractions 0-1, see :func:`protocol_metrics`, :func:`gcd_metrics` and
-        :func:`~uno.results.trust.trust_metrics`.
+        others are fractions 0-1, see :func:`protocol_metrics`, :func:`gcd_metrics` (in
+        the GCD setting alone), :func:`~uno.results.baselines.baselines`,
+        :func:`~uno.results.trust.trust_metrics` and, for the method ``clustering``,
+        :func:`~uno.results.trust.clustering_metrics`.
 
     Raises:
         StorageError: ``trained`` is None, and there is no valid checkpoint; the weights

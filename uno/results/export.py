@@ -357,9 +357,9 @@ def model_card(
     """Return the model card, a description of a trained model, as Markdown.
 
     It describes the encoder and its weights, the outputs, the discovered classes that
-    were merged or dropped, the method, the facts, the verdict on the run, the tables of
-    accuracy (of the best head, in percent), and the limits, and it shows code that
-    loads the model. No file is written.
+    were merged or dropped, the method, the facts, the verdict on the run if the metrics
+    have one, the tables of accuracy (of the best head, in percent), and the limits, and
+    it shows code that loads the model. No file is written.
 
     Args:
         model: The model.
@@ -368,6 +368,10 @@ def model_card(
         metrics: The metrics of the run by key, as fractions. A metric that is missing
             leaves its cell empty. Tables, rows and columns without any metric are left
             out.
+
+    Raises:
+        ConfigError: The encoder's pretrained weights cannot be described, see
+            :func:`origin`.
     """
     config, net = model.config, model.config.model
     library, _, name = net.encoder.partition(":")

@@ -109,12 +109,13 @@ def sort_images(
     Raises:
         ConfigError: ``by_class`` holds the images of other predictions, or files that
             this function did not write; a file that holds many images, such as a tar
-            shard, cannot be read; a picture has too many bytes; or the bytes of a
-            picture that is stored inside a table or archive are empty or no image. The
-            content of an image file is not checked.
-        StorageError: The file of an image can no longer be read; the picture of a
-            vector is given by a path, and this row has none; a file of the predictions
-            is missing or damaged; or a copy cannot be written.
+            shard, cannot be read; the picture of a vector is given by a path, and a
+            readable row has none; a picture has too many bytes; or the bytes of a
+            picture that is stored inside a table or archive are empty or not of an
+            image that :mod:`uno.data.decode` accepts, by their header. The content of
+            an image file is not checked.
+        StorageError: The file of an image can no longer be read, or is missing; a file
+            of the predictions is missing or damaged; or a copy cannot be written.
     """
     output.claim_directory(
         storage, MARK, read_identity(storage) or {}, "folder of sorted images"
@@ -183,8 +184,9 @@ def _encode(image: Image) -> tuple[bytes, str]:
 
     Raises:
         StorageError: The image file cannot be read.
-        BadImage: The path is empty, the bytes do not begin with the header of an image,
-            or the file is larger than an image may be.
+        BadImage: The path is empty; the bytes do not begin with the header of an image
+            of a known format, or this says that it has too many pixels; or the file or
+            the bytes are larger than an image may be.
     """
     if isinstance(image, str):
         if not image:

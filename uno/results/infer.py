@@ -75,6 +75,9 @@ encoder, they stand in the place of the pixels, float32 (b, D).
 class Scores(NamedTuple):
     """The predicted classes of B images, with scores.
 
+    All scores are of probabilities in which those of merged classes were added to those
+    of their targets.
+
     Attributes:
         class_index: The most probable class, int64 (B,). It may be a dropped class.
         probability: Probability of this class, (B,).
@@ -153,8 +156,9 @@ class Classifier:
     def code(self) -> dict[str, str]:
         """SHA-256 of the Python modules of an encoder that is the user's callable.
 
-        The keys are the names of the modules. The mapping is empty for encoders of this
-        package and of libraries.
+        They are the module of the callable and those that define the classes of the
+        encoder's layers, except for PyTorch's. The keys are the names of the modules.
+        The mapping is empty for encoders of this package and of libraries.
         """
         return code_of(self.config.model.encoder, self.module.encoder).get("code", {})
 
@@ -491,6 +495,9 @@ def build_classifier(
             must not lie in this directory. None if the files come from this program's
             own run.
 
+    Returns:
+        The classifier, with its network in eval mode and without gradients.
+
     Raises:
         StorageError: The files are damaged or do not belong together, or the code of a
             pretext task that has epochs cannot be imported.
@@ -594,6 +601,8 @@ def _model_hash(config: Config, files: Mapping[str, bytes]) -> str:
 
 def decoder(model: Classifier, rows: Rows, threads: int | None = None) -> Decode:
     """Return a function that decodes the images of rows for a model, in threads.
+
+    Decoding is up to two batches ahead of the caller that takes the results.
 
     Args:
         model: The model, which decides the size of the images.

@@ -91,7 +91,7 @@ def matched_counts(counts: Counts, matching: Counts) -> Counts:
         matching: The output of each class, (R,), or -1 for none.
 
     Returns:
-        Counts (R,), int64.
+        Counts (R,), int64; 0 for a class without an output.
     """
     # column -1 has no rows, for classes without a partner
     padded = np.pad(counts, ((0, 0), (0, 1)))
@@ -217,8 +217,9 @@ class Metric(NamedTuple):
             rows are correct. Otherwise ``of`` takes counts of rows by class and
             cluster, (R, P), with at least one row. "share" is then a share of rows,
             and rows at none of the clusters count as wrong. For "clusters", rejected
-            rows are left out, and under the strict protocol the novel rows that are
-            predicted as known form one more cluster.
+            rows (those that are predicted as a class that the user dropped) are left
+            out, and under the strict protocol the novel rows that are predicted as
+            known form one more cluster.
     """
 
     of: Callable[..., float]
@@ -319,8 +320,9 @@ class Matched(NamedTuple):
         novel: Number of correct rows of each novel class, (C_u,).
         clusters: Rows of novel classes by class and output, (C_u, P), for the other
             metrics such as NMI. The protocol decides which P outputs these are.
-        others: Rows of each novel class at none of these outputs, (C_u,); None if the
-            protocol has no such rows.
+        others: Under the strict protocol, whose ``clusters`` are the novel outputs
+            only: the number of rows of each novel class that are predicted as any known
+            class, (C_u,). None under the other protocols.
     """
 
     known: int
@@ -529,16 +531,21 @@ def scores(
 def _score_novel_rows(metric: Metric, found: Matched, sizes: Counts) -> float:
     """Compute a metric of the rows of novel classes under a protocol.
 
-    A "matched" metric follows the protocol's matching, and counts rows that are not
-    correct as wrong. A "share" counts rows at none of the clusters as wrong. A metric
-    of the kind "clusters" leaves rejected rows out, and takes the rows of
-    ``found.others`` as one more cluster. The result is 0 if no row is left.
+    Rejected rows are those that are predicted as a class that the user dropped. They
+    are counted in ``sizes``, but not in ``found``. A "matched" metric compares the
+    correct rows under the protocol with all rows, so rejected rows count as wrong. A
+    "share" is computed from ``found.clusters``, and rows that are not there count as
+    wrong: rejected ones, and under the strict protocol those that are predicted as
+    known. A metric of the kind "clusters" leaves rejected rows out. Under the strict
+    protocol it takes the rows that are predicted as known (``found.others``) as one
+    more cluster. A "share" or "clusters" metric is 0 if it has no row to count.
 
     Args:
-        metric: The metric.
+        metric: The metric, whose ``kind`` is one of these three.
         found: The correct rows under a protocol, and the novel rows by class and
-            output.
+            output, without rejected rows.
         sizes: The number of rows of each novel class, including rejected ones, (C_u,).
+            At least one class has rows.
     """
     if metric.kind == "matched":
         return metric.of(found.novel, sizes)

@@ -403,9 +403,11 @@ class PredictionWriter:
         labels: The label of each row with which the run was trained, or null; an Arrow
             array of strings (N,). None if no row has a label, as for rows that are not
             those of the run.
-        replace: Whether predictions of another model, other data or other classes may
-            be replaced. Otherwise they are an error. Predictions that differ in nothing
-            but the modification times of the images are replaced in any case.
+        replace: Whether other predictions may be replaced: those that differ in any
+            fact of :data:`DIFFERENCES`, such as the model, the data, the names of the
+            classes or ``embedding``. Otherwise they are an error. Predictions that
+            differ in nothing but the modification times of the images are replaced in
+            any case.
 
     Attributes:
         complete: Whether the folder is marked as holding the predictions of all rows.

@@ -421,7 +421,8 @@ def trust_metrics(
         Values by key:
 
         - ``trust/kmeans/agreement``: the share of rows on which the best head and
-          k-means agree, after their clusters were matched, 0-1.
+          k-means agree, 0-1, after all outputs of the head, known and novel, were
+          matched one to one with the clusters.
         - ``trust/neighbors/agreement``: how often the nearest neighbors of a row have
           its output, 0 as by chance and 1 always, see :func:`neighbor_agreement`.
         - ``trust/largest_class/share``: with several novel classes, the share of the
