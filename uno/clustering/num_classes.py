@@ -222,8 +222,8 @@ def find_signs(
     hidden are found again, for comparison. Merges of a cluster with too few rows for a
     class do not count. At most ``MAX_ROWS`` (2,000) labeled and as many unlabeled rows
     are used, evenly spaced, the labeled ones in the order of their classes, and a row
-    of each class that would have none. With ``gcd``, those of the unlabeled rows that probably have
-    known classes are then left out (:func:`rows_to_count`).
+    of each class that would have none. With ``gcd``, those of the unlabeled rows that
+    probably have known classes are then left out (:func:`rows_to_count`).
 
     A cluster has enough rows for a class if it has at least 3, and at least the smaller
     of two numbers. One is 2% of the unlabeled rows that are left. The other is a
