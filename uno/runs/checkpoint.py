@@ -46,9 +46,10 @@ def save_checkpoint(
 ) -> None:
     """Write a checkpoint, unless a valid one of the same phase and step exists.
 
-    A checkpoint is valid if its checksum and its format version are right. An invalid
-    file of the same step is replaced. The tensors are copied now, so they may change
-    before the file is written. If writing fails, older checkpoints are unchanged.
+    A checkpoint is valid if :func:`load_checkpoint` accepts it: it can be read, and its
+    checksum, format version, phase and step are right. Any other file of the same step
+    is replaced. The tensors are copied now, so they may change before the file is
+    written. If writing fails, older checkpoints are unchanged.
 
     Args:
         storage: The run directory.
@@ -183,6 +184,9 @@ def load_checkpoint(storage: Storage, phase: str, step: int) -> Checkpoint:
 
 def checkpoint_name(phase: str, step: int) -> str:
     """Return the name of a checkpoint's file, relative to the run directory.
+
+    An example is ``checkpoints/discover/step_00000110.safetensors``. A step with more
+    than eight digits makes the name longer.
 
     Args:
         phase: The phase, "pretext", "pretrain" or "discover".

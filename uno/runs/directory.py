@@ -52,7 +52,7 @@ def is_run(storage: Storage) -> bool:
 
     Raises:
         ConfigError: There is no ``config.yaml``, and the directory holds anything else.
-        StorageError: The directory cannot be listed.
+        StorageError: The file cannot be looked up, or the directory cannot be listed.
     """
     begun = {ENVIRONMENT_FILE, FORMER_FOLDER}
     return output.holds_output(storage, CONFIG_FILE, "run", begun)
@@ -61,9 +61,12 @@ def is_run(storage: Storage) -> bool:
 def begin_run(config: Config, storage: Storage, fingerprint: str) -> None:
     """Write the first files of a new run, or check that the directory holds this run.
 
-    The files are ``environment.json`` and ``config.yaml``. Nothing is written if the
-    directory holds this run already. A warning is logged if the encoder is the user's
-    own code, and this code has changed since the run began.
+    The files are ``environment.json``, which says how and where the run was started
+    (:func:`~uno.runs.hardware.describe_environment`), and ``config.yaml`` with all
+    settings. Nothing is written if the directory holds this run already. If the encoder
+    is the user's own code, it is built once here. Hashes of its modules are kept in
+    ``environment.json``, and a warning is logged if they have changed since the run
+    began.
 
     Args:
         config: The configuration of the run.
@@ -73,9 +76,10 @@ def begin_run(config: Config, storage: Storage, fingerprint: str) -> None:
     Raises:
         ConfigError: The directory has no ``config.yaml`` but other files than a run
             that was just begun; or it holds a run of other settings, data or format; or
-            the run's ``environment.json`` is missing or damaged, or its ``config.yaml``
-            is damaged. If settings differ, the message names the first of them.
-            Settings that may change when a run resumes are not compared.
+            the run's ``environment.json`` is missing or damaged, or
+            :func:`read_config_tree` refuses its ``config.yaml``; or an encoder of the
+            user's own code cannot be built. If settings differ, the message names the
+            first of them. Settings that may change when a run resumes are not compared.
         StorageError: A file cannot be read or written.
     """
     code = code_of(config.model.encoder).get("code")
@@ -111,14 +115,17 @@ def begin_run(config: Config, storage: Storage, fingerprint: str) -> None:
 def check_rows(storage: Storage, rows: Rows) -> None:
     """Check that rows are those with which a run began.
 
+    The fingerprint is only compared if there is an ``environment.json`` that has one.
+
     Args:
         storage: The directory of the run.
         rows: The rows that its source has now.
 
     Raises:
-        ConfigError: Their fingerprint differs from the one in ``environment.json``, if
-            it has one; or an image has another modification time, see
+        ConfigError: The fingerprint of the rows differs from that in
+            ``environment.json``; or an image has another modification time, see
             :func:`check_images`.
+        StorageError: A file of the run exists and cannot be read.
     """
     stored = output.read_mapping(storage, ENVIRONMENT_FILE) or {}
     if stored.get("data_fingerprint", rows.fingerprint) != rows.fingerprint:
@@ -146,7 +153,9 @@ def check_images(storage: Storage, rows: Rows) -> None:
         rows: The rows that the run reads now, with the same fingerprint.
 
     Raises:
-        ConfigError: An image has another modification time. The message names one.
+        ConfigError: An image has another modification time, or its file is missing now.
+            The message has the number of such images, and the id of the first one.
+        StorageError: ``image_times.npy`` exists and cannot be read.
     """
     data, stored_times = storage.find(IMAGE_TIMES_FILE), np.zeros(0, np.int64)
     if data is not None:
@@ -178,6 +187,7 @@ def begin_images(storage: Storage, rows: Rows) -> None:
 
     Raises:
         ConfigError: An image was modified since the times were stored.
+        StorageError: The file cannot be read or written.
     """
     if storage.exists(IMAGE_TIMES_FILE):
         check_images(storage, rows)
@@ -194,7 +204,8 @@ def require_run(storage: Storage) -> None:
         storage: The directory.
 
     Raises:
-        ConfigError: It has no ``config.yaml``.
+        ConfigError: It has no ``config.yaml``, or does not exist.
+        StorageError: The file cannot be looked up.
     """
     if not storage.exists(CONFIG_FILE):
         raise ConfigError(
@@ -238,6 +249,9 @@ def read_config_tree(storage: Storage) -> dict[str, Any]:
 def read_results(storage: Storage) -> dict[str, float] | None:
     """Return the final metrics of a finished run by name, from its ``metrics.json``.
 
+    A name is a path such as ``test/novel/task_aware/acc/best``. The values are returned
+    as the file has them, and are not checked.
+
     Args:
         storage: The run directory.
 
@@ -254,13 +268,17 @@ def read_results(storage: Storage) -> dict[str, float] | None:
 def delete_leftovers(storage: Storage) -> None:
     """Delete the files that interrupted commands left in a run directory.
 
-    These are temporary files on local disks, the folder ``ray/`` of Ray Train, and the
-    file ``STOP``, which asks a run to stop. Temporary files of the lock and in the
-    folder ``loggers/`` stay, and so does a file that cannot be deleted.
+    These are temporary files on local disks (in the run directory and in all folders
+    below it), the folder ``ray/`` of Ray Train, and the file ``STOP``, which asks a run
+    to stop. Temporary files of the lock and in the folder ``loggers/`` stay, and so
+    does a file that cannot be deleted.
 
     Args:
         storage: The run directory, locked by this command, so that no other process
             writes into it.
+
+    Raises:
+        StorageError: The storage cannot be reached, so that nothing can be looked up.
     """
     names = [name for name in (RAY_FOLDER, STOP_FILE) if storage.exists(name)]
     names += output.list_temporary_files(storage)

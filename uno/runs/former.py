@@ -31,10 +31,11 @@ REPLACED = f"{FORMER_FOLDER}/replaced"
 def keep_until_replaced(
     storage: Storage, announce: Callable[[str], None]
 ) -> Iterator[Callable[[], None]]:
-    """Set a run aside inside the block, and move it back if the block raises.
+    """Set a run aside for the block, and move it back if the block fails too early.
 
     All files of the directory except its lock are moved to ``former/``, so that the
-    block finds it empty. An interrupted ``--overwrite`` is completed before.
+    block finds it empty. An interrupted ``--overwrite`` is completed before, see
+    :func:`complete_overwrite`.
 
     If the block raises anything, the error is passed on. Before that, the former run is
     moved back and the files of the new run are deleted, if the new run has no

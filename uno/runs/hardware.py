@@ -24,13 +24,15 @@ def describe_hardware(cuda: bool | None = None) -> str:
     """Return the name of the GPU, or of the processor with its number of cores.
 
     Args:
-        cuda: True for the GPU, False for the processor, None for the GPU if this
-            machine has one. With several GPUs it is PyTorch's current one.
+        cuda: True for the GPU, which PyTorch must see, False for the processor, None
+            for the GPU if PyTorch sees one. With several GPUs it is PyTorch's current
+            one.
 
     Returns:
         Text such as "NVIDIA H100 80GB HBM3", or "AMD EPYC 7763, 16 cores" with the
         number of cores that this process may use. The type of the machine, such as
-        "x86_64", stands for a processor whose name is not known.
+        "x86_64", stands for a processor whose name is not known. Hyperthreads count as
+        cores.
     """
     if torch.cuda.is_available() if cuda is None else cuda:
         return str(torch.cuda.get_device_name())
@@ -45,7 +47,7 @@ def local_device(config: Config) -> torch.device:
 
     Args:
         config: The configuration. ``compute.device`` is "cpu", "cuda" or "auto", which
-            is the GPU if this machine has one.
+            is the GPU if PyTorch sees one, otherwise the CPU.
 
     Raises:
         ConfigError: ``compute.num_workers`` is 0, ``compute.device`` is "cuda", and
@@ -126,7 +128,8 @@ def prepare_compiler() -> None:
     code for another processor's vectors computes NaN without an error.
 
     Raises:
-        ConfigError: There is no C++ compiler on this machine.
+        ConfigError: There is no C++ compiler: neither the program that the environment
+            variable CXX names, nor ``g++`` or ``clang++`` is found.
     """
     if not any(
         shutil.which(name) for name in (os.environ.get("CXX"), "g++", "clang++") if name
@@ -149,6 +152,10 @@ def _processor_field(field: str = "model name") -> str:
     """Return a field of the first processor in ``/proc/cpuinfo``.
 
     Without such a file or field, return the type of the machine, such as "x86_64".
+
+    Args:
+        field: The beginning of its line, such as "model name" (the name of the
+            processor) or "flags" (its features).
     """
     with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
         for line in file:

@@ -19,15 +19,19 @@ class Journal:
     The thread writes the lines in order, so training does not wait for storage. It also
     calls functions that are given to :meth:`enqueue`, such as the writing of a
     checkpoint. To an object store, which cannot append, the whole file is uploaded at
-    each flush. After a write or such a function has failed, nothing more is written or
-    called, and every later call of a method raises the error.
+    each flush. After a write or function of the thread has failed, nothing more is
+    written or called, and every later call of a method raises the error. As a context
+    manager, the object is closed at the end of the block.
 
     Args:
         storage: The run directory. None on all ranks but the first: nothing is written,
             and enqueued functions are called at once.
         phase: The name of the phase that is trained.
         step: The step at which the phase begins or resumes. Lines of this phase with a
-            later step are dropped, see :meth:`rewind`.
+            later step are dropped from the file now, see :meth:`rewind`.
+
+    Raises:
+        StorageError: The file exists and cannot be read, or cannot be rewritten.
     """
 
     def __init__(self, storage: Storage | None, phase: str, step: int) -> None:
@@ -51,6 +55,10 @@ class Journal:
             kind: The class of the exception that the block has raised, None if it has
                 raised none. A StorageError of the journal does not replace this
                 exception. Any other error of the journal does.
+
+        Raises:
+            Exception: The error of a write or function that has failed, unless it is a
+                StorageError and the block has raised an exception.
         """
         with nullcontext() if kind is None else suppress(StorageError):
             self.close()
@@ -60,8 +68,9 @@ class Journal:
 
         This is done when the phase resumes from the checkpoint of this step, or rolls
         back to it. All lines so far are stored before. Lines that are not JSON objects,
-        such as an incomplete last one, are dropped, too. The file is rewritten if this
-        changes its content. Without a storage nothing is dropped.
+        such as an incomplete last one, are dropped, too. Lines of other phases, and
+        lines without a step, stay. The file is rewritten if this changes its content.
+        Without a storage nothing is dropped.
 
         Args:
             step: The number of optimizer steps before the checkpoint.
@@ -87,7 +96,8 @@ class Journal:
     def write(self, metrics: dict[str, Any]) -> None:
         """Append one line of metrics. The thread writes it to storage later.
 
-        Without a storage, the metrics are checked and nothing is written.
+        An object store gets the line at the next :meth:`flush`. Without a storage, the
+        metrics are checked and nothing is written.
 
         Args:
             metrics: JSON values by name, such as the phase, the step and the loss.

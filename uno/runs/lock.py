@@ -102,8 +102,8 @@ class RunLock:
         more.
 
         Raises:
-            StorageError: Another command has taken over the lock, or the lock file
-                cannot be read or written.
+            StorageError: Another command has taken over the lock, or the lock file is
+                missing or damaged, or cannot be read or written.
         """
         with self._mutex:
             self.storage.check()
@@ -119,7 +119,8 @@ class RunLock:
         is deleted.
 
         Raises:
-            StorageError: The lock file cannot be read, or a file cannot be deleted.
+            StorageError: The lock file cannot be read, the directory cannot be listed,
+                or a file cannot be deleted.
         """
         self._released.set()
         with self._mutex:
@@ -132,8 +133,9 @@ class RunLock:
     def _renew(self) -> None:
         """Rewrite the lock file every :data:`RENEW_S` seconds until the lock ends.
 
-        The lock ends when it is released, or when the lock file is missing or has
-        another token. Errors of storage are ignored, and the next attempt follows.
+        The lock ends when it is released, or when the lock file is missing or damaged
+        or has another token. Errors of storage are ignored, and the next attempt
+        follows.
         """
         while not self._released.wait(RENEW_S):
             # if the disk is full, the command itself will report it at its next write
@@ -186,7 +188,8 @@ def lock_run(storage: Storage, on_wait: Callable[[str], None]) -> Iterator[RunLo
 
     Raises:
         ConfigError: Another command holds the lock, or has just taken it.
-        StorageError: The lock file cannot be read or written.
+        StorageError: The lock file cannot be read or written, or, after a block without
+            an error, cannot be deleted.
     """
     before = now = _read_lock(storage)
     if before is not None:

@@ -48,9 +48,10 @@ def list_phases(config: Config, last: str = DISCOVER) -> tuple[str, ...]:
     """Return the names of the phases of a run, in order.
 
     With ``model.weights`` there is neither a pretext task nor pretraining. Otherwise
-    the pretext task runs if it has epochs, and then pretraining. There is one
-    exception: a method with a teacher (a frozen network whose outputs it imitates) and
-    ``model.finetune`` "none" is pretrained also with ``model.weights``.
+    the pretext task runs if it has epochs, and then pretraining, which is in the list
+    even if it has no epochs. There is one exception: a method with a teacher (a frozen
+    network whose outputs it imitates) and ``model.finetune`` "none" is pretrained also
+    with ``model.weights``.
 
     Args:
         config: The configuration of the run.
@@ -89,7 +90,9 @@ def plan_phase(
     Returns:
         The plan: the seed, the numbers of labeled and unlabeled rows in the set and in
         a global batch, the number of steps per epoch, and the random stream of the
-        phase. In the pretext task and in pretraining all rows count as labeled ones.
+        phase. In the pretext task and in pretraining all rows count as labeled ones,
+        and the global batch is smaller than ``train.batch_size`` if there are fewer
+        rows.
 
     Raises:
         ConfigError: The batch size does not fit the numbers of rows or workers, or

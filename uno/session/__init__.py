@@ -4,7 +4,7 @@
 names, ``prepare`` checks both and opens a ``run``, and ``pipeline`` holds the steps of
 the commands. ``backend`` does the work of a run in this process, and ``ranks`` in the
 processes that torchrun started. ``predict``, ``estimation`` and ``embed`` implement the
-commands of these names. ``resources`` estimates memory, ``summary`` describes what a
-run will do, ``console`` prints, ``loggers`` sends metrics to other programs, and
+commands ``uno predict``, ``uno estimate-classes`` and ``uno embed``. ``resources``
+estimates memory, ``console`` prints, ``loggers`` sends metrics to other programs, and
 ``api`` is the Python interface.
 """

@@ -1,7 +1,7 @@
 """The Python interface: ``uno.discover``, ``uno.load`` and ``Model.predict``.
 
-The functions do the same as the commands of these names. Models and predictions have an
-HTML view for notebooks.
+``uno.discover`` does the same as the command of this name. ``Model.predict`` returns
+its predictions and writes no file. Models have an HTML view for notebooks.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Prediction:
     """The predicted class of one image, with its scores.
 
     Attributes:
-        class_index: Index of the predicted class in ``Model.classes``, None if the
-            image could not be read.
+        class_index: Index of the predicted class in ``Model.classes``, which may be a
+            class that the user has dropped; None if the image could not be read.
         class_name: Name of that class, None if the image could not be read. All classes
             that the user has dropped have the name "rejected", or "rejected-1" and so
             on if another class is called so.
@@ -97,9 +97,11 @@ class Predictions:
             0-1.
         probabilities: Probability of each of the C classes in ``Model.classes``,
             float32 (N, C); 0 for a class that was merged into another one.
-        embedding: Output of the encoder, D features of each image, float32 (N, D).
+        embedding: Output of the encoder, D features of each image, float32 (N, D); for
+            a model of vectors the vectors that were classified.
         reason: Why an image could not be read, None if it was read.
-        path: Path or URI of an image, None if the image was given as pixels or bytes.
+        path: Path or URI of an image. None if the image was not given as one, but as
+            pixels, encoded bytes or a PIL image, and for vectors.
     """
 
     class_index: np.ndarray  # (N,) int64
@@ -166,6 +168,10 @@ class Predictions:
 
 class Model:
     """A trained model, which classifies images or vectors.
+
+    Args:
+        classifier: The network with its classes, on the device that predicts.
+        storage: The directory that it was loaded from.
 
     Attributes:
         run: The directory that the model was loaded from, a path or URI.
@@ -298,8 +304,9 @@ class Model:
             The predictions, in the order of the images.
 
         Raises:
-            ConfigError: The argument has another type or shape, or vectors have another
-                length than those of the training. ConfigError is a ValueError.
+            ConfigError: The argument has another type or shape, vectors have another
+                length than those of the training, or there are no vectors (an empty
+                list of images is accepted). ConfigError is a ValueError.
             StorageError: The storage of an image cannot be reached now.
         """
         with _default_torch_settings(self._classifier.device):
@@ -319,8 +326,8 @@ class Model:
             has the class index -1, NaN for every number, and a reason.
 
         Raises:
-            ConfigError: ``images`` has another type or shape, or vectors have another
-                length than those of the training.
+            ConfigError: ``images`` has another type or shape, vectors have another
+                length than those of the training, or there are no vectors.
             StorageError: The storage of an image cannot be reached now.
         """
         model, given = self._classifier, images

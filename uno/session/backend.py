@@ -109,7 +109,8 @@ class LocalBackend:
             The metrics of the evaluation by name, empty unless ``run.evaluate``.
 
         Raises:
-            ConfigError: Too many images cannot be read, or too few rows are left.
+            ConfigError: Too many images cannot be read, too few rows are left, or the
+                weights or an option of ``compute`` do not fit.
             NumericsError: Training met numbers that are not finite, again and again.
             StorageError: A checkpoint or other file cannot be read or written.
             Interrupted: The user stopped it. If a phase was being trained, its
@@ -150,6 +151,9 @@ class LocalBackend:
 
         A backend of several processes may return one that works in this process alone,
         as that of Ray does for few rows.
+
+        Args:
+            task: Not used here.
         """
         return self
 
@@ -193,12 +197,12 @@ class LocalBackend:
     def encoding(
         self, config: Config, should_stop: Callable[[], bool]
     ) -> AbstractContextManager[Compute]:
-        """Return a context manager with a function that encodes rows in this process.
+        """Return a context manager that yields a function to encode rows.
 
-        The function computes features of a frozen encoder. It takes a
-        :class:`~uno.data.features.FeatureJob` (all rows, and how to encode them), the
-        encoder, and row numbers int64 (n,); and yields the features in chunks, in the
-        order of the row numbers.
+        The function computes features of a frozen encoder in threads of this process.
+        It takes a :class:`~uno.data.features.FeatureJob` (all rows, and how to encode
+        them), the encoder, and row numbers int64 (n,); and yields the features in
+        chunks, in the order of the row numbers.
 
         Args:
             config: Not used here; the job has the configuration.
@@ -225,6 +229,8 @@ class LocalBackend:
             ConfigError: There are too few known classes or unlabeled rows, too many
                 images cannot be read, or the weights of a frozen encoder are missing or
                 cannot be downloaded.
+            NumericsError: The training of an encoder met numbers that are not finite,
+                again and again.
             StorageError: An image or a stored file cannot be read, or a file cannot be
                 written.
         """
@@ -286,7 +292,8 @@ def evaluate_rows(
     If ``run.evaluate`` is False, nothing is computed, and the result is empty.
     Otherwise the network ``run.trained`` is moved to the device of the worker, and rank
     0 writes ``alignment.json``, which says which clusters of different heads are the
-    same class, unless classes were merged or dropped. The metrics are not written here.
+    same class. This file is not written if classes were merged or dropped, or if there
+    is no unlabeled training row. The metrics are not written here.
 
     Args:
         run: The trained run.
@@ -295,8 +302,9 @@ def evaluate_rows(
         worker: The process that evaluates. All ranks of a group must call this.
 
     Raises:
-        ConfigError: No labeled or no unlabeled training image can be read, or more
-            streamed images are unreadable than the configuration allows.
+        ConfigError: No labeled or no unlabeled training image can be read, more
+            streamed images are unreadable than the configuration allows, or the weights
+            that discovery started from do not fit.
         StorageError: The run has no valid checkpoint of discovery, or a file cannot be
             read or written.
     """
@@ -314,8 +322,8 @@ def estimated_set(run: Run, compute: Compute = compute_local) -> TrainSet:
 
     A frozen encoder's features are read from the cache, or computed and cached. For
     this, weights "pretrained" are fetched and stored in the directory of the run,
-    unless it has them. Unreadable images are left out, with a printed warning. Images
-    for an encoder that is trained are decoded into memory.
+    unless it has them. Unreadable images are left out, with a printed warning, and are
+    not listed in a file. Images for an encoder that is trained are decoded into memory.
 
     Args:
         run: The run to which the rows belong.

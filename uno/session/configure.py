@@ -345,7 +345,7 @@ def default_preset(given: Mapping[str, Any]) -> str:
     the same everywhere.
 
     Args:
-        given: The dotted keys that the user has set.
+        given: The dotted keys that the user has set, with their values.
 
     Returns:
         ``scratch`` for benchmark data, and ``vectors`` for a source of vectors. (For
@@ -403,8 +403,8 @@ def merge_settings(file: Mapping[str, Any], line: Mapping[str, Any]) -> dict[str
     """Merge the settings of files and of the command line, which takes precedence.
 
     ``data.source`` on the command line also replaces ``data.labeled`` and
-    ``data.unlabeled`` of a file. "image_size" on the command line replaces the sizes of
-    views and of stored images in a file.
+    ``data.unlabeled`` of a file (but not the other way round). "image_size" on the
+    command line replaces the sizes of views and of stored images in a file.
 
     Args:
         file: The settings from YAML files, by dotted key.

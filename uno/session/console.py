@@ -65,9 +65,9 @@ def suppress_output(silent: bool = True) -> Iterator[None]:
 def print_line(line: str, stream: TextIO | None = None) -> None:
     """Print a line, above the progress bar if there is one.
 
-    Characters that the stream cannot encode, and control characters other than tabs and
-    line ends, are escaped. Inside :func:`suppress_output` only warnings are printed.
-    The stream is flushed.
+    Characters that the stream cannot encode, and unprintable characters other than tabs
+    and line ends, such as control characters, are escaped. Inside
+    :func:`suppress_output` only warnings are printed. The stream is flushed.
 
     Args:
         line: The text. A warning begins with "warning: ".

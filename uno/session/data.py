@@ -229,6 +229,7 @@ def leave_out_unreadable(
     Raises:
         ConfigError: The share of images that cannot be read is too large. The list is
             written before.
+        StorageError: The list cannot be written.
     """
     limit = config.data.max_bad_fraction
     bad = check_bad(task.rows.ids, reasons, limit, storage, task.rows.images)
@@ -256,7 +257,9 @@ def compute_local(
         the order of ``rows``.
 
     Raises:
-        ConfigError: The encoder returns numbers that are not finite.
+        ConfigError: The encoder returns numbers that are not finite, a file that holds
+            many images cannot be read, or the :class:`Runtime` cannot compute the
+            encoder or gives other features than PyTorch.
         StorageError: The storage of an image cannot be reached now.
     """
     device, threads = local_device(job.config), num_threads(job.config)
@@ -313,13 +316,14 @@ def load_features(
         the evaluation view (the image without augmentation), then those of V random
         views, with V ``augment.num_cached_views``. They are zeros for rows that cannot
         be read, and for the random views of test rows. If the source holds vectors,
-        these are the features, and V is the number of further views that it has.
-        And for each row the reason why it cannot be read, or None.
+        these are the features, and V is the number of further views that it has; test
+        rows keep theirs. And for each row the reason why it cannot be read, or None.
 
     Raises:
         ConfigError: ``model.weights`` is None, also for vectors; the weights do not fit
-            the encoder; features are to be computed by OpenVINO, which is not
-            installed; or the encoder returns numbers that are not finite.
+            the encoder; features are to be computed by OpenVINO, which is not installed
+            or cannot compute the encoder; the encoder returns numbers that are not
+            finite; or a file that holds many images cannot be read.
         StorageError: The weights or an image cannot be read, or the cache cannot be
             read or written.
         Interrupted: ``should_stop`` returned True. Features that were computed stay in

@@ -108,6 +108,8 @@ def resolve(
             ``data.num_novel`` of a new run is "auto"; the method needs the images in
             memory and ``data.loading`` is "streaming"; or the stored ``config.yaml`` is
             damaged.
+        StorageError: The stored ``config.yaml``, or an image of the sample, cannot be
+            read now.
     """
     if config.output is not None and not overwrite:
         storage = Storage(config.output)
@@ -190,6 +192,8 @@ def derived_keys(config: Config) -> tuple[str, ...]:
 
 def derives_batch(config: Config, given: Collection[str]) -> bool:
     """Return whether the batch size of a run is derived from its data.
+
+    It is if it is among the :func:`derived_keys`, and the user has not set it.
 
     Args:
         config: The configuration of the run.
@@ -299,7 +303,7 @@ def _derive_image_settings(
         there are no values.
 
     Raises:
-        ConfigError: The configuration of that run is missing or damaged.
+        UnoError: One of the errors of :func:`settings_of_weights`.
     """
     values = settings_of_weights(config)
     size = values.get(SIZES[0], config.augment.large.size)
@@ -312,7 +316,9 @@ def _derive_image_settings(
 def settings_of_weights(config: Config) -> Values:
     """Return the image settings of the run that ``model.weights`` names.
 
-    The weights of an encoder belong to images of this size and normalization.
+    The weights of an encoder belong to images of this size and normalization. The
+    settings are read from the ``config.yaml`` of that run, see
+    :func:`uno.runs.directory.read_config_tree`.
 
     Args:
         config: The configuration of the new run.
@@ -323,7 +329,9 @@ def settings_of_weights(config: Config) -> Values:
         None, "pretrained" or a file.
 
     Raises:
-        ConfigError: The configuration of that run is missing or damaged.
+        ConfigError: The configuration of that run is missing or damaged, or names code
+            that cannot be imported or lies in the directory of the run.
+        StorageError: The configuration cannot be read.
     """
     if not _starts_from_run(config):
         return {}
@@ -350,6 +358,10 @@ def derive_value_range(
     Returns:
         "data.value_range" with the pair (black, white), by its key, and a line for the
         user. Both are empty if nothing is derived.
+
+    Raises:
+        ConfigError: A file that holds many images cannot be read.
+        StorageError: An image of the sample cannot be read now.
     """
     if "data.value_range" in given or config.data.value_range is not None:
         return {}, ""

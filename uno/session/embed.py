@@ -49,8 +49,10 @@ def embed(
             encoder and its weights, and ``config.output`` the file, a path or URI that
             ends with ".parquet".
         given: The dotted keys that the user has set. Image settings that are not among
-            them are taken from the run that ``model.weights`` names, if it names one.
-            ``data.value_range`` is otherwise derived from a sample of the images.
+            them are taken from the run that ``model.weights`` names, if it names one,
+            see :func:`~uno.session.derive.settings_of_weights`. ``data.value_range`` is
+            derived from a sample of the images if neither the user nor that run has
+            set it.
         num_views: The number of random views (randomly augmented versions of the image)
             that are written for each row, besides the evaluation view, the image
             without augmentation. Test rows have them, too. It must be 0 if the rows are
@@ -61,7 +63,8 @@ def embed(
             data cannot be read or does not fit the encoder, too many images cannot be
             read, views are wanted of vectors, or the file exists and was not written by
             ``uno embed``.
-        StorageError: The file or the cache cannot be written.
+        StorageError: The weights, an image or the cache cannot be read, or the file or
+            the cache cannot be written.
         Interrupted: The user stopped it while features were computed.
     """
     place = config.output
@@ -132,8 +135,10 @@ def fill_cache(config: Config) -> None:
             ``config.output``, which must have stored them.
 
     Raises:
-        ConfigError: The encoder has no weights, or the data cannot be read.
-        StorageError: The weights cannot be read, or the cache cannot be written.
+        ConfigError: The data cannot be read, or the features cannot be computed, for
+            example because the encoder has no weights.
+        StorageError: The weights or an image cannot be read, or the cache cannot be
+            read or written.
         Interrupted: The user stopped it. Finished features are kept.
     """
     if config.data.num_novel == "auto":  # the number of classes changes no feature
@@ -159,9 +164,10 @@ def _compute_features(
     Returns:
         D features of the N rows, float32 (N, 1 + V, D): first the evaluation view (the
         image without augmentation), then V random views, with V
-        ``augment.num_cached_views``, or the further views that a source of vectors has.
-        They are zeros for rows that cannot be read, and for the random views of test
-        rows. And for each row the reason why it cannot be read, or None.
+        ``augment.num_cached_views``. They are zeros for rows that cannot be read, and
+        for the random views of test rows. A source of vectors has its V further views
+        instead of random ones, for test rows, too. And for each row the reason why it
+        cannot be read, or None.
 
     Raises:
         ConfigError: The encoder has no weights or unsuitable ones, it returns numbers

@@ -52,6 +52,8 @@ def estimate_classes(
         ConfigError: There are too few known classes or too few unlabeled rows, the data
             cannot be read, too many images cannot be read, the weights of a frozen
             encoder are missing, or another command holds the directory.
+        NumericsError: The training of an encoder met numbers that are not finite, again
+            and again.
         StorageError: A file cannot be read or written.
         Interrupted: The user stopped it. Finished encoders are kept.
     """

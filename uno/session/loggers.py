@@ -125,8 +125,8 @@ class TensorBoard:
         of a phase does the same with those of an interrupted command. Each phase has
         a separate directory, because TensorBoard hides all later steps of a directory,
         in every phase. The events are written to the disk at once. If the run directory
-        is a URI, they are uploaded when the pause since the last upload is over, which
-        is 30 seconds or more.
+        is a URI, they are uploaded at the first call, and later if the pause since the
+        last upload is over, which is 30 seconds or more.
 
         Args:
             phase: The training phase, or "results".

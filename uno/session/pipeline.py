@@ -1,7 +1,8 @@
 """The commands that train, evaluate and change a run, step by step.
 
-Each of them ends with :func:`finish`, which brings the files of the directory in line
-with the model.
+A command that changes the model or the metrics of a run, or writes its report, calls
+:func:`finish`, which brings the files of the directory in line with them. A command
+that only pretrains, and a dry run, do not call it.
 """
 
 import json
@@ -198,7 +199,8 @@ def report(target: str, given: Mapping[str, Any]) -> str:
     Raises:
         ConfigError: There is no such run, its ``config.yaml`` is damaged, a setting is
             refused, or this machine lacks the device that was asked for.
-        StorageError: The report cannot be written.
+        StorageError: The report cannot be written; or the ``config.yaml``, the stored
+            fingerprint of the data or the stored times of its images cannot be read.
     """
     run = open_stored_run(target, given)
     run.opened, run.data_problem = open_task(run.config, run.storage)
@@ -294,11 +296,14 @@ def finish(
     predict: bool = False,
     report: bool = False,
 ) -> None:
-    """Update the files of a run, at the end of each command that works on one.
+    """Update the files of a run that depend on its model and its metrics.
 
-    The order is the model card, the predictions, the report, a note in
-    ``model/classes.json``, and the metrics. New metrics are written last, because
-    ``metrics.json`` marks a finished run.
+    :func:`discover` calls this after it has saved a new model, or to add a report to a
+    finished run; :func:`evaluate`, :func:`report` and :func:`apply_classes` call it,
+    too. Only the files that the arguments ask for are written, in this order: the model
+    card, the predictions, the report, a note in ``model/classes.json``, and the
+    metrics. New metrics are written last, because ``metrics.json`` marks a finished
+    run.
 
     Args:
         run: The run. Unless only the report is written, it must be locked (inside
@@ -313,9 +318,10 @@ def finish(
         report: Whether the HTML report is written.
 
     Raises:
-        ConfigError: Rows are to be classified, and the data of the run cannot be read.
-        StorageError: A file cannot be written, or ``model/classes.json`` is missing or
-            damaged.
+        ConfigError: Rows are to be classified, or a report is to be written and
+            ``run.data_problem`` is empty, and the data of the run cannot be read.
+        StorageError: A file cannot be written; or there are new metrics, and
+            ``model/classes.json`` is missing or damaged.
     """
     if model is not None:
         _write_card(run, model, (run.metrics or {}) if metrics is None else metrics)
@@ -366,6 +372,7 @@ def plan_run(
 
     Raises:
         ConfigError: The run cannot succeed, or ``data.num_novel`` is "auto".
+        StorageError: A file cannot be read.
     """
     run = open_run(config, given, overwrite, last, backend, dry_run=True)
     check_run(run, in_full=True)

@@ -55,7 +55,8 @@ def predict(
     table of Parquet files, in the folder ``predictions`` of the output directory. Files
     that an interrupted command has finished are not computed again. Unless ``given``
     says otherwise, this process classifies, with PyTorch, and on the GPU if there is
-    one. The numbers of rows and the paths of what was written are printed.
+    one. For a model of vectors this process does it in any case. The numbers of rows
+    and the paths of what was written are printed.
 
     Args:
         target: The directory of the run, or a copy of its folder ``model/``, a path or

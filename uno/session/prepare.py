@@ -236,11 +236,14 @@ def check_data(
         task: Its rows, with their classes and splits.
         batch_is_derived: Whether the batch size was derived from the data. It is then
             derived again if images are unreadable.
-        read_images: Whether a sample of images is read. False for a run that resumes
-            with unchanged data.
+        read_images: Whether images are checked: a sample of at most 64 is decoded, and
+            some images are compared to find duplicates, see
+            :func:`uno.data.check.check`. False for a run that resumes with unchanged
+            data.
         in_full: Whether to decode images for up to a minute, and to print a report
             with the table of classes, the findings and the notes in the place of single
-            lines. It decodes no images if ``read_images`` is False.
+            lines. If ``read_images`` is False, only the sample is decoded, because the
+            report names the sizes of its images.
 
     Raises:
         ConfigError: The run cannot succeed with this data. The message is that of the
@@ -298,15 +301,17 @@ def _restore_former_run(storage: Storage) -> None:
 
     Such a command has set the former run of the directory aside, into its folder
     ``former/``. If the new run has no checkpoint yet, its files are deleted, the former
-    run is moved back, and a line is printed. If the new run has one, or the former run
-    was already being deleted, the former run is deleted. The directory is locked
-    meanwhile.
+    run is moved back, and a line is printed. If only a part of the former run was set
+    aside, this part is moved back and nothing is deleted. If the new run has a
+    checkpoint, or the former run was already being deleted, the former run is deleted.
+    The directory is locked meanwhile.
 
     Args:
         storage: The run directory. Nothing happens if it has no folder ``former/``.
 
     Raises:
         ConfigError: Another command holds the directory.
+        StorageError: A file cannot be moved or deleted, or the lock cannot be written.
     """
     if storage.exists(FORMER_FOLDER):
         with lock.lock_run(storage, on_wait=print_line) as claim:

@@ -202,7 +202,8 @@ class TorchrunBackend(LocalBackend):
         is discarded.
 
         Raises:
-            ConfigError: This machine has other data than that of rank 0.
+            ConfigError: This machine has other data than that of rank 0, or cannot read
+                it.
             StorageError: This machine does not see the lock of the run, or it is held
                 by another command.
             UnoError: Training has raised it, as on rank 0.
@@ -257,8 +258,9 @@ class TorchrunBackend(LocalBackend):
 
         Rank 0 computes and caches the features of a frozen encoder before the other
         ranks open the data, and it alone lists unreadable images. A first SIGTERM,
-        SIGINT (Ctrl-C) or SIGHUP asks training to stop, and the request of rank 0
-        counts; it does not end the evaluation. If an error ends this function, SIGTERM
+        SIGINT (Ctrl-C) or SIGHUP ends the computation of features on this rank after a
+        chunk, and asks training to stop, where the request of rank 0 counts. It does
+        not end the evaluation. If an error ends this function, SIGTERM
         is ignored from then on, because torchrun sends it to all ranks as soon as one
         has ended. PyTorch's number of threads is set, and on GPUs its current GPU.
 

@@ -39,10 +39,12 @@ class Backend(Protocol):
             config: The configuration, which has the device and the number of workers.
 
         Returns:
-            The free main memory, and a worker's share of the free memory of its GPU, on
-            the node that has the least; for Ray also the memory of the object store and
-            of this machine. A limit that there is not is None, such as that of a GPU on
-            a machine without one.
+            ``host``, the free main memory (for torchrun the share of one rank), and
+            ``device``, a worker's share of the free memory of its GPU, on the node that
+            has the least. For Ray also ``store``, the object store of a running
+            cluster, and ``driver``, the free main memory of this machine if workers are
+            on others. A limit that there is not is None, such as that of a GPU on a
+            machine without one.
         """
 
     def train(self, run: Run, show: Show) -> dict[str, float]:
@@ -103,7 +105,7 @@ class Backend(Protocol):
     def encoding(
         self, config: Config, should_stop: Callable[[], bool]
     ) -> AbstractContextManager[Compute]:
-        """Return a context manager with a function that encodes rows.
+        """Return a context manager that yields a function to encode rows.
 
         The function computes features of a frozen encoder. It takes a
         :class:`~uno.data.features.FeatureJob` (all rows, and how to encode them), the
@@ -146,7 +148,8 @@ class Run:
         storage: The run directory. Inside :meth:`locked`, every write checks that this
             command still holds the lock.
         backend: Does the work of the run.
-        opened: The rows of the run, None until ``task`` is used.
+        opened: The rows of the run; None until they are read, at the latest when
+            ``task`` is used.
         phases: The names of the phases to train, in order.
         evaluate: Whether the run is evaluated after its phases.
         batch_is_derived: Whether the batch size was derived from the data, so that it
@@ -208,6 +211,8 @@ class Run:
         Raises:
             ConfigError: The data, which has the numbers of classes, cannot be read.
             StorageError: The run has no such checkpoint.
+            RuntimeError: The checkpoint is that of another network, for example for
+                other numbers of classes.
         """
         num_known, num_novel = self.task.num_known, self.task.num_novel
         return load_trained(self.config, self.storage, num_known, num_novel)
@@ -218,6 +223,9 @@ class Run:
 
         The file is read at every use. The value is None if there is no such file,
         because the run is not finished, or if it is damaged.
+
+        Raises:
+            StorageError: The file exists and cannot be read.
         """
         return directory.read_results(self.storage)
 
