@@ -179,6 +179,9 @@ def outside_calibration(
 def describe_outside(values: Mapping[str, float]) -> list[str]:
     """Describe in words why the expected accuracy of a task is less certain.
 
+    Its numbers or its encoder are outside the calibration tasks, or it has a single
+    known class: the expectations of such tasks in the calibration were too high.
+
     Args:
         values: The numbers by property that :func:`outside_calibration` returns.
 

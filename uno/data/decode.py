@@ -491,7 +491,8 @@ def inspect_image(image: Image) -> ImageFacts:
 
     Raises:
         BadImage: The image cannot be decoded, or an array does not hold pixels uint8
-            (H, W, 3). A gray image of more than 8 bits needs no range of values here.
+            (H, W, 3). Unlike in :func:`decode`, a gray image with floating-point
+            values, or with values outside 0 to 65,535, raises none here.
         StorageError: The image's file cannot be read now, but perhaps later.
     """
     if isinstance(image, np.ndarray):

@@ -78,11 +78,11 @@ def read_parquet(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
         ConfigError: There is no such file, or there are no rows; the files are damaged,
             are the shards of an unfinished ``uno data pack``, or are in folders of hive
             partitioning for a column that would be read; the files differ in the name
-            of their image column, in whether it holds bytes or paths, in the class
-            names of their metadata (a file without a column of labels counts as one
-            without class names), or in the type of a column; or a column or its values
-            cannot be used. A file may lack a column of labels or ids that another one
-            has.
+            of their image column, in whether it holds bytes or paths, or in the class
+            names of their metadata (only files with a column of labels are compared);
+            or the types of a column in different files do not fit together, such as
+            text and numbers; or a column or its values cannot be used. A file may lack
+            a column of labels or ids that another one has.
     """
     source, (root, files) = f"parquet:{path}", parquet_files(path, options.follow_links)
     refuse_partitions(source, files, options)

@@ -461,8 +461,9 @@ def _find_fields(
 
     Here the key of an image is its name up to the last dot. WebDataset ends a key at
     the first dot of the base name. An image is a field of another row if the two keys
-    differ, no label has its own key, and another image has WebDataset's key as its key:
-    ``3.mask.png`` beside ``3.png``. An image with a label of its own key stays a row.
+    differ, no member KEY.cls or KEY.json has its own key, with or without a label in
+    it, and another image has WebDataset's key as its key: ``3.mask.png`` beside
+    ``3.png``. An image with such a member stays a row.
 
     Args:
         path: Path or URI of the shard, for the error message.
@@ -478,8 +479,9 @@ def _find_fields(
         row to which it belongs.
 
     Raises:
-        ConfigError: A label has no image of its own key, but images that WebDataset
-            would give its key. It is then not clear which image is meant.
+        ConfigError: A label has no image of its own key, but WebDataset would give its
+            key to an image without KEY.cls or KEY.json of its own. It is then not clear
+            which image is meant.
     """
     fields = dict[str, tuple[str, str]]()
     for key, image in images.items():

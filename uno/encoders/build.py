@@ -694,10 +694,12 @@ STAGES = ("blocks", "stages", "layers", "features", "trunk_output", "encoder")
 def _last_stage(module: nn.Module) -> list[str]:
     """Find the last stage or block of a module.
 
-    It is the last child with a name such as "layer4", "stage3" or "s4". Otherwise it is
-    the last entry that holds blocks in a child named in :data:`STAGES`, or the last
-    stage inside that child. A module with a single child that has parameters is taken
-    for a wrapper, and the child is searched.
+    It is the last child with a name such as "layer4", "stage3" or "s4". Otherwise a
+    child named in :data:`STAGES` is searched. If it is a Sequential or ModuleList, the
+    last entry is taken that has a child with children of its own, such as a stage or a
+    transformer block, and no plain convolution with normalization. If there is no such
+    entry, this child is searched by the same rules. A module with a single child that
+    has parameters is taken for a wrapper, and the child is searched.
 
     Returns:
         The names of the nested children that lead to it, from the outside; [] if the

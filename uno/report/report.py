@@ -68,8 +68,10 @@ def write_report(
         The path or URI of the report.
 
     Raises:
-        StorageError: The report cannot be written. Files of the run that are damaged or
-            cannot be read raise no error; the report names them.
+        StorageError: The report cannot be written. Damaged files of the run raise no
+            error: the report names those that cannot be read as a whole, damaged lines
+            of logs are left out, and the newest checkpoint takes the place of a damaged
+            ``model/``.
         ConfigError: The discovery method of the run cannot be loaded.
     """
     run_data = facts.read_facts(storage, metrics)

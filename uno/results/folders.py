@@ -107,8 +107,8 @@ def sort_images(
         The path or URI of ``by_class``.
 
     Raises:
-        ConfigError: ``by_class`` holds the images of other predictions, or files that
-            this function did not write; a file that holds many images, such as a tar
+        ConfigError: ``by_class`` holds the images of other predictions, or files
+            without ``made_from.json``; a file that holds many images, such as a tar
             shard, cannot be read; the picture of a vector is given by a path, and a
             readable row has none; a picture has too many bytes; or the bytes of a
             picture that is stored inside a table or archive are empty or not of an

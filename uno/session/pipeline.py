@@ -166,7 +166,8 @@ def evaluate(target: str, given: Mapping[str, Any]) -> None:
         ConfigError: There is no such run, a setting is refused, this machine lacks the
             device or the package of the encoder, the data cannot be read or has
             changed, or another command holds the directory.
-        StorageError: The run has no checkpoint of discovery, or a file is damaged.
+        StorageError: The run has no valid checkpoint of discovery, a file in ``model/``
+            is damaged, or a file cannot be read or written.
         Interrupted: The user stopped it. The former metrics stay.
     """
     run = open_stored_run(target, given)
