@@ -58,7 +58,7 @@ def evaluate_run(
     """Evaluate a trained run, and return its metrics by key.
 
     The metrics are those of all protocols on both splits, the baselines, and the
-    measures of :mod:`uno.results.trust`, which need no labels of novel classes. All
+    measures of :mod:`uno.results.trust`, which need labels of known classes alone. All
     workers call this function, each evaluates a share of the rows, and all get the same
     metrics. If classes were merged or dropped (``model/classes.json``), the protocols
     score predictions after the merges, where a row that is predicted as a dropped class

@@ -88,10 +88,12 @@ class Backend(Protocol):
         writer: PredictionWriter,
         show: Callable[[int, int], None],
     ) -> Summary:
-        """Classify the rows that ``writer`` has not written yet.
+        """Classify the rows of ``writer`` that it has not written yet.
+
+        They are those of the run or of any other source.
 
         Args:
-            run: The run that the model belongs to.
+            run: The run that the model belongs to, which says where to compute.
             model: The model of the run. Its network may be moved to another device.
             writer: Holds the rows and stores their predictions.
             show: Called again and again as ``show(done, total)`` with the number of
