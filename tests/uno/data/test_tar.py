@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import tarfile
+from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
@@ -13,10 +14,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.s3 import BUCKET, make_bucket, store
 from uno.config import DataConfig
 from uno.data import files as filesystem
-from uno.data import tar
+from uno.data import tar, tar_index
 from uno.data.decode import decode_many
+from uno.data.files import Storage
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
 
@@ -334,6 +337,27 @@ def test_a_second_start_scans_no_shard(scanned, source, tmp_path):
     assert facts_of(again) == facts_of(first)
     assert "3 .txt" in str(again.notes)
     assert "lost.cls" in str(again.warnings)
+
+
+@pytest.mark.slow
+def test_a_second_start_on_s3_gets_no_byte_of_a_shard(monkeypatch, tmp_path):
+    """The server's own log says what was asked for."""
+    monkeypatch.setenv("UNO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tar_index, "SETTLED_NS", 0)
+    shard = write_tar(tmp_path / "a.tar", one())
+    with store(0) as (variables, log):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        make_bucket()
+        Storage(f"s3://{BUCKET}/shards").write("a.tar", Path(shard).read_bytes())
+        requests = []
+        for _ in range(2):
+            log.write_text("")
+            read_shards(f"s3://{BUCKET}/shards")
+            lines = log.read_text().splitlines()
+            requests.append([line for line in lines if line.startswith("GET")])
+    first, second = ([r for r in some if r.endswith("a.tar")] for some in requests)
+    assert first and not second
 
 
 def test_only_a_shard_that_has_changed_is_scanned_again(scanned, tmp_path):

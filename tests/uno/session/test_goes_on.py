@@ -88,8 +88,8 @@ def test_a_run_that_is_stopped_after_its_last_step_is_not_evaluated(
     assert uno.discover(**settings).metrics
 
 
-def test_a_new_name_reads_no_image_for_the_report(
-    settings, num_read, tmp_path, monkeypatch
+def test_a_new_name_does_not_open_the_data_for_training(
+    settings, tmp_path, monkeypatch
 ):
     uno.discover(**settings, report=True)
     trained = Mock(side_effect=WorkBegins)
