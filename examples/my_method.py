@@ -13,7 +13,7 @@ from torch import Tensor
 
 from uno.config import Config, Section, field
 from uno.distributed import mean_with_grad
-from uno.methods import Method
+from uno.method import Method
 from uno.methods.common import forward_two_views
 from uno.steps import Batch, TrainState, labeled_loss
 

@@ -28,7 +28,7 @@ from uno.config import (
     load_yaml,
 )
 from uno.errors import ConfigError
-from uno.methods import DEFAULT, METHODS
+from uno.method import DEFAULT, METHODS
 from uno.presets import IMAGE_SIZE, PRESETS, preset
 from uno.session.configure import (
     HELP_ALL,

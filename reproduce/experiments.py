@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict
 from uno.config import Config, config_hash, flatten, override, to_dict
 from uno.data.files import split
 from uno.errors import ConfigError, did_you_mean
-from uno.methods import METHODS, default_settings
+from uno.method import METHODS, default_settings
 from uno.presets import IMAGE_SIZE, preset, scale_sizes
 from uno.runs import NUMERICS
 

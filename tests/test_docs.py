@@ -38,7 +38,7 @@ from tests.shapes import draw, draw_photos
 from tests.uno.small_run import SMALL
 from tools import docs
 from tune.sweep import TUNE
-from uno.methods import METHODS
+from uno.method import METHODS
 
 COMMANDS = {
     command.name: command

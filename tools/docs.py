@@ -28,7 +28,7 @@ from reproduce.command import REPRODUCE
 from tune.sweep import TUNE
 from uno import errors, limits, methods
 from uno.config import Config, field_traits, flatten, section, to_dict
-from uno.methods import DEFAULT, METHODS, PRETEXTS
+from uno.method import DEFAULT, METHODS, PRETEXTS
 from uno.presets import CPU, PRESETS
 from uno.session.configure import with_dashes
 

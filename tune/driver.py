@@ -51,7 +51,7 @@ from uno.data.splits import Task
 from uno.encoders.build import code_of
 from uno.encoders.weights import PRETRAINED, PRETRAINED_FILE, is_file
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
-from uno.methods import load
+from uno.method import load
 from uno.model import num_heads
 from uno.runs import DISCOVER, RAY_FOLDER, directory, lock, run
 from uno.runs.hardware import num_threads

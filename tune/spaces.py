@@ -30,7 +30,7 @@ from uno.config import (
     to_dict,
 )
 from uno.errors import ConfigError
-from uno.methods import load
+from uno.method import load
 
 
 def frozen(value: Any) -> Any:

@@ -188,7 +188,7 @@ def check_cuda_graph(
         config: The configuration of the run.
         can_be_recorded: Whether every training step launches the same kernels: True for
             pretraining, and for discovery the answer of
-            :meth:`uno.methods.Method.can_be_recorded`.
+            :meth:`uno.method.Method.can_be_recorded`.
         device: The device on which the worker trains.
         num_workers: The number of processes that train together.
 

@@ -39,7 +39,7 @@ from uno.limits import (
     MAX_QUEUE_ROWS,
     MAX_THREADS,
 )
-from uno.methods import (
+from uno.method import (
     DEFAULT,
     METHODS,
     PRETEXTS,
@@ -1206,7 +1206,7 @@ def fields_of(*methods: str) -> dict[str, FieldInfo]:
     """Return the top-level fields of the configuration, by name.
 
     Args:
-        *methods: Discovery methods, each a key of :data:`uno.methods.METHODS` or
+        *methods: Discovery methods, each a key of :data:`uno.method.METHODS` or
             ``package.module:METHOD``. They are imported, except for UNO, and their
             sections are added.
 
@@ -1216,7 +1216,7 @@ def fields_of(*methods: str) -> dict[str, FieldInfo]:
         the section, as ``annotation``.
 
     Raises:
-        ConfigError: A method cannot be loaded, see :func:`uno.methods.load`.
+        ConfigError: A method cannot be loaded, see :func:`uno.method.load`.
     """
     sections = [item for method in methods for item in section(method).items()]
     return Config.model_fields | {
@@ -1231,12 +1231,12 @@ def field_names(method: str = DEFAULT) -> tuple[str, ...]:
     The result is kept, so a later call with the same method returns the same tuple.
 
     Args:
-        method: The discovery method, a key of :data:`uno.methods.METHODS` or
+        method: The discovery method, a key of :data:`uno.method.METHODS` or
             ``package.module:METHOD``. It is imported, unless it is UNO, and the fields
             of its section are included at the end.
 
     Raises:
-        ConfigError: The method cannot be loaded, see :func:`uno.methods.load`.
+        ConfigError: The method cannot be loaded, see :func:`uno.method.load`.
     """
     section(method)  # its error is one line, that of ``Config`` has several
     return tuple(flatten(to_dict(Config(method=method))))

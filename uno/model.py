@@ -12,7 +12,7 @@ from uno.config import Config, ModelConfig
 from uno.data.memory import RowBlocks
 from uno.encoders.build import build_encoder, frozen_parts
 from uno.heads import Prototypes, StackedProjector, unit
-from uno.methods import Method, load
+from uno.method import Method, load
 
 
 class Logits(NamedTuple):

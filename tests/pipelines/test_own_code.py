@@ -32,7 +32,7 @@ from uno.session.configure import configure, from_keywords
 PRETEXT = '''"""Is the image negated?"""
 import torch
 import torch.nn.functional as F
-from uno.methods import Pretext
+from uno.method import Pretext
 from uno.steps import forward
 
 def loss(state, batch, config):
@@ -54,9 +54,9 @@ def predict_into(folder: str) -> list[str]:
 
 def _forget_own_code() -> None:
     """Let methods and pretext tasks be loaded as in a new process."""
-    for function in (uno.methods.load, uno.methods.load_pretext):
+    for function in (uno.method.load, uno.method.load_pretext):
         function.cache_clear()
-    uno.methods._own_methods.clear()
+    uno.method._own_methods.clear()
     for name in ("method", "alias", "copy", "pretext", "encoder", "layers"):
         sys.modules.pop(f"my_{name}", None)
 
@@ -144,7 +144,7 @@ def test_its_section_is_as_the_schemas(here, capsys):
         ),
         (
             ["--pretext.task", "my_method:METHOD", "--pretext.epochs", "1"],
-            "not an instance of uno.methods.Pretext",
+            "not an instance of uno.method.Pretext",
         ),
         (
             [*OWN, "--data.setting", "gcd"],
@@ -172,13 +172,13 @@ def test_mistakes_are_one_line(here, capsys, words, says):
 
 def test_two_methods_with_one_name_are_refused(here):
     """Kills: the section of one method that is read by the constants of the other."""
-    method = uno.methods.load("my_method:METHOD")
+    method = uno.method.load("my_method:METHOD")
     Path("my_alias.py").write_text("from my_method import METHOD")
-    assert uno.methods.load("my_alias:METHOD") is method
+    assert uno.method.load("my_alias:METHOD") is method
     shutil.copy("my_method.py", "my_copy.py")
     with pytest.raises(ConfigError, match=r"my_copy:METHOD: another .*'distill'"):
-        uno.methods.load("my_copy:METHOD")
-    assert uno.methods.section_model("distill") is method.constants
+        uno.method.load("my_copy:METHOD")
+    assert uno.method.section_model("distill") is method.constants
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from uno.data.files import Storage
 from uno.data.memory import EvalSet, TrainSet
 from uno.encoders.build import build_encoder
 from uno.errors import Interrupted
-from uno.methods import load
+from uno.method import load
 from uno.model import build_network
 from uno.objective import unified_objective
 from uno.presets import preset

@@ -14,7 +14,7 @@ from tests.uno.small_run import (
 )
 from uno.captured import EAGER_STEPS, CapturedStep, check_cuda_graph
 from uno.errors import ConfigError
-from uno.methods import load
+from uno.method import load
 
 
 @pytest.fixture

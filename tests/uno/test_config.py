@@ -18,7 +18,7 @@ from uno.config import (
     to_dict,
 )
 from uno.errors import ConfigError
-from uno.methods import METHODS
+from uno.method import METHODS
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ from uno.data.files import Storage
 from uno.data.images import InMemory
 from uno.data.unreadable import BadRows
 from uno.errors import Interrupted
-from uno.methods import METHODS
+from uno.method import METHODS
 from uno.model import build_network
 from uno.results import baselines, evaluate
 from uno.runs import run

@@ -28,7 +28,7 @@ from uno.data import stream
 from uno.data.files import Storage
 from uno.data.sources import read_rows
 from uno.data.splits import make_task
-from uno.methods import METHODS
+from uno.method import METHODS
 from uno.model import build_network, forward
 from uno.presets import preset
 from uno.results import baselines, evaluate

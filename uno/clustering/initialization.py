@@ -19,7 +19,7 @@ from uno.data.memory import Read
 from uno.data.stream import TrainData
 from uno.errors import ConfigError
 from uno.heads import unit
-from uno.methods import load
+from uno.method import load
 from uno.model import UnoModel, features_of
 
 NUM_STARTS = 10

@@ -17,7 +17,7 @@ from uno.config import Config
 from uno.data.stream import TrainData
 from uno.errors import ConfigError
 from uno.heads import unit
-from uno.methods import Method
+from uno.method import Method
 from uno.methods.common import require_every_class, set_prototypes_
 from uno.model import UnoModel
 from uno.objective import unified_objective

@@ -43,7 +43,7 @@ from uno.data.memory import TrainSet
 from uno.data.stream import TrainData
 from uno.errors import ConfigError
 from uno.heads import unit
-from uno.methods import Method
+from uno.method import Method
 from uno.methods.common import forward_two_views, sigmoid_rampup
 from uno.model import UnoModel, features_of
 from uno.steps import Batch, TrainState

@@ -31,7 +31,8 @@ from uno import distributed
 from uno.clustering.initialization import cluster_features, training_features
 from uno.config import Config
 from uno.data.stream import TrainData
-from uno.methods import Method, rs
+from uno.method import Method
+from uno.methods import rs
 from uno.methods.common import sigmoid_rampup, similar_by_cosine
 from uno.model import UnoModel
 from uno.steps import Batch, TrainState, forward

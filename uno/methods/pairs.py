@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from uno import distributed
 from uno.config import Config
 from uno.heads import NovelHead, unit
-from uno.methods import Method
+from uno.method import Method
 from uno.methods.common import forward_two_views
 from uno.steps import Batch, TrainState, labeled_loss
 

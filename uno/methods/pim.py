@@ -44,7 +44,7 @@ from uno.config import Config, Section, field
 from uno.data.stream import TrainData
 from uno.distributed import mean_with_grad
 from uno.heads import unit
-from uno.methods import Method
+from uno.method import Method
 from uno.methods.common import (
     cluster_centers,
     forward_two_views,

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from uno.config import Config
-from uno.methods import Pretext
+from uno.method import Pretext
 from uno.steps import Batch, TrainState, forward
 
 NUM_TURNS = 4

@@ -30,7 +30,7 @@ from torch import Tensor
 from uno import distributed
 from uno.config import Config, Section, field
 from uno.heads import NovelHead
-from uno.methods import Method
+from uno.method import Method
 from uno.methods.common import (
     forward_two_views,
     pair_likelihood_loss,

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from uno.config import Config
 from uno.heads import NovelHead, Prototypes
-from uno.methods import Method, rs
+from uno.method import Method
+from uno.methods import rs
 from uno.methods.common import forward_two_views, sigmoid_rampup
 from uno.steps import Batch, TrainState
 

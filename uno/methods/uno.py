@@ -12,7 +12,7 @@ from torch import Tensor
 
 from uno.config import EXTENSIONS, Config
 from uno.data.stream import TrainData
-from uno.methods import Method
+from uno.method import Method
 from uno.methods.extensions import iic_loss, iic_view_loss, past_logits, rkd_loss
 from uno.model import Logits, UnoModel
 from uno.objective import unified_objective

@@ -14,7 +14,7 @@ from uno.data.files import Storage
 from uno.data.sources import read_rows
 from uno.data.splits import Task, make_task
 from uno.errors import ConfigError, StorageError
-from uno.methods import description
+from uno.method import description
 from uno.model import num_heads
 from uno.report import charts, facts
 from uno.report.checks import warnings

@@ -25,7 +25,7 @@ from uno.data.files import split
 from uno.encoders.build import build_encoder
 from uno.encoders.weights import PRETRAINED, describe_encoder
 from uno.errors import ConfigError, NumericsError
-from uno.methods import description
+from uno.method import description
 from uno.model import UnoModel, build_network
 from uno.results.accuracy_table import SPLITS, filled_tables
 from uno.results.classes import edits_of, merge_outputs

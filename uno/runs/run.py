@@ -27,7 +27,7 @@ from uno.data.sampling import Plan, make_plan, make_pretrain_plan
 from uno.data.stream import TrainData
 from uno.encoders.weights import PRETRAINED, is_file, load_encoder_, read_weights
 from uno.errors import ConfigError, StorageError
-from uno.methods import load, load_pretext
+from uno.method import load, load_pretext
 from uno.model import UnoModel, build_network
 from uno.runs import DISCOVER, PRETEXT, PRETRAIN
 from uno.runs.checkpoint import checkpoint_steps, load_newest

@@ -33,8 +33,8 @@ from uno.config import (
     to_dict,
 )
 from uno.errors import ConfigError, did_you_mean
-from uno.methods import DEFAULT
-from uno.methods import default_settings as method_settings
+from uno.method import DEFAULT
+from uno.method import default_settings as method_settings
 from uno.presets import (
     FROZEN_PRESETS,
     IMAGE_SIZE,

@@ -15,7 +15,7 @@ from uno.config import OWN_ENCODERS, Config
 from uno.data.splits import Task
 from uno.encoders.build import build_encoder
 from uno.errors import ConfigError
-from uno.methods import load
+from uno.method import load
 from uno.model import build_network
 from uno.runs.hardware import local_device
 

@@ -24,7 +24,7 @@ from uno.data.files import Storage
 from uno.data.memory import TrainSet
 from uno.encoders.build import build_encoder
 from uno.errors import ConfigError
-from uno.methods import METHODS, default_settings, load
+from uno.method import METHODS, default_settings, load
 from uno.methods.pairs import PairSimilarity
 from uno.model import build_network
 from uno.runs import DISCOVER, PRETRAIN, run

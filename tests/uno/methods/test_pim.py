@@ -12,7 +12,8 @@ from tests.uno.methods.test_all_methods import config_of, feature_set
 from tests.uno.small_run import fresh_state, small_config, train_both
 from uno.clustering.initialization import Sample, cluster_features
 from uno.data.files import Storage
-from uno.methods import default_settings, pim
+from uno.method import default_settings
+from uno.methods import pim
 
 LABELS = [0, 3, 1, 1]
 
