@@ -25,7 +25,6 @@ from uno.results.infer import Classifier, load_classifier, save_model
 
 TINY = {key: value for key, value in SMALL.items() if key.startswith("model.")}
 TINY |= {"model.num_heads": 3, "compute.threads": 1}
-NUM_DAMAGED = 40
 
 
 def write_model(

@@ -2,17 +2,12 @@
 pyproject.toml.
 """
 
-import importlib
-import pkgutil
 import re
-import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import grimp
 import pytest
-
-from tests.forked import forked
 
 ROOT = Path(__file__).parents[2]
 FILES = {
@@ -43,27 +38,6 @@ def test_no_module_imports_itself_in_a_circle():
     }
     assert imports.keys() >= FILES.keys() and any(imports.values())
     TopologicalSorter(imports).prepare()  # raises a CycleError that names the circle
-
-
-def test_uno_imports_without_ray():
-    """Every module of uno, with ray, pipelines and tune blocked. Kills: an import of
-    them, wherever it is.
-    """
-
-    def import_again():
-        for name in [
-            name for name in sys.modules if name.partition(".")[0] in {"uno", *above}
-        ]:
-            del sys.modules[name]
-        sys.modules.update(dict.fromkeys(above))  # importing them raises
-        uno = importlib.import_module("uno")
-        for module in pkgutil.walk_packages(uno.__path__, "uno."):
-            importlib.import_module(module.name)
-            print(module.name, file=sys.stderr)
-
-    above = ("ray", "pipelines", "tune", "reproduce")
-    code, said = forked(import_again)
-    assert code == 0 and "uno.config" in said, said
 
 
 @pytest.mark.parametrize("word", ["np.random.seed", "random.seed(", "pickle.load"])

@@ -68,45 +68,6 @@ def test_a_workers_rows_equal_the_whole_batch(name):
         assert torch.equal(generator.get_state(), whole_state.get_state())
 
 
-PRESET_SIZES = {
-    ("digits", "paper"): [8, 8],
-    ("cifar10", "paper"): [32, 32],
-    ("cifar10", "v2"): [32, 32, 18, 18],
-    ("imagenet", "paper"): [224, 224],
-    ("imagenet", "v2"): [224, 224, 96, 96],
-}
-
-
-@pytest.mark.parametrize(("name", "recipe"), PRESET_SIZES)
-def test_views_of_the_presets(name, recipe):
-    """Kills: small before large, a missing view, views not normalized, not
-    contiguous or all equal.
-    """
-    config = preset(name, recipe)
-    images = photos(4, config.data.stored_size)
-    views = augment(images, config.augment, seeded(), config.data.mean, config.data.std)
-    assert [tuple(v.shape) for v in views] == [
-        (4, 3, size, size) for size in PRESET_SIZES[name, recipe]
-    ]
-    for v in views:
-        assert v.dtype == torch.float32 and v.is_contiguous()
-        std, mean = (
-            torch.tensor(s).view(3, 1, 1) for s in (config.data.std, config.data.mean)
-        )
-        pixels = v * std + mean
-        assert (
-            pixels.min() >= -1e-5
-            and pixels.max() <= 1 + 1e-5
-            and 0.2 < pixels.mean() < 0.8
-        )
-    assert all(
-        (a != b).any()
-        for i, a in enumerate(views)
-        for b in views[:i]
-        if a.shape == b.shape
-    )
-
-
 def test_only_the_generator_decides():
     """Kills: global randomness, a generator that does not advance, input changed in
     place, interpolation in bfloat16 when the caller's step runs under autocast.

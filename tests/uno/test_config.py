@@ -12,7 +12,6 @@ from uno.config import (
     Config,
     config_hash,
     differing_keys,
-    field_traits,
     load_yaml,
     override,
     to_dict,
@@ -31,57 +30,14 @@ def yaml_file(tmp_path):
     return write
 
 
-def test_scopes():
-    """Kills: a run that resumes with other settings, a pretraining shared by runs
-    that need their own.
-    """
-    scopes = {
-        "run": ("train.log_every", "train.keep_checkpoints"),
-        "place": ("output", "compute.threads", "compute.of_another_version"),
-        "pretrain": (
-            "preset",
-            "data.mean",
-            "objective.temperature",
-            "pretrain.epochs",
-            "other",
-        ),
-        "discover": (
-            "method",
-            "data.num_novel",
-            "model.num_heads",
-            "objective.epsilon",
-            "discover.epochs",
-        ),
-    }
-    for scope, keys in scopes.items():
-        assert {field_traits(key).scope for key in keys} == {scope}
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            {"objective.epsilon": -1},
-            "objective.epsilon: Input should be greater than or equal to 0.0001",
-        ),
-        (
-            {"objective.epsilon": float("nan")},
-            "objective.epsilon: Input should be a finite number (got nan)",
-        ),
-        (
-            {"objective.temperature": float("inf")},
-            "objective.temperature: Input should be a finite number",
-        ),
         (
             {"data.std": [1, 1, float("nan")]},
             "data.std.2: Input should be a finite number (got nan)",
         ),
         ({"data.std": [1, 1, 0]}, "data: std must be positive"),
-        ({"data.labeled": "a"}, "data: labeled and unlabeled must be given together"),
-        (
-            {"augment.large.num_views": 1},
-            "augment: large.num_views must be at least 2: swapped prediction",
-        ),
         (
             {"augment.large.crop_scale": [0.9, 0.1]},
             "augment.large: crop_scale must satisfy 0 < low <= high",
@@ -97,14 +53,6 @@ def test_scopes():
         (
             {"seed": 2**31},
             "seed: Input should be less than 2147483648 (got 2147483648)",
-        ),
-        (
-            {"data.num_novel": "seven"},
-            "data.num_novel: Input should be a valid integer, unable to parse",
-        ),
-        (
-            {"objective.epsilonn": 1},
-            "unknown key 'objective.epsilonn'; did you mean 'objective.epsilon'?",
         ),
         (
             {"compute.gpus_per_worker": 1.5},
@@ -182,14 +130,26 @@ def test_a_bad_file_is_one_line(content, message, yaml_file):
 
 @pytest.mark.parametrize(
     ("path", "reason"),
-    [("/no", "No such file"), ("/", "Is a directory"), ("a\0b", "embedded null byte")],
+    [("/", "Is a directory"), ("a\0b", "embedded null byte")],
 )
 def test_an_unreadable_file_is_one_line(path, reason):
     with pytest.raises(ConfigError, match=f"^cannot read config file .*: {reason}"):
         load_yaml(path)
 
 
-MOVED = {"compute.num_workers": 8, "output": "elsewhere", "train.log_every": 1}
+MOVED = {
+    "output": "elsewhere",
+    "compute.num_workers": 2,
+    "compute.device": "cpu",
+    "compute.threads": 3,
+    "train.log_every": 7,
+    "train.keep_checkpoints": 5,
+    "train.checkpoint_every_epochs": 3,
+    "train.checkpoint_every_minutes": 1,
+    "train.eval_batch_size": 64,
+    "train.report_to": "jsonl",
+}
+"""Settings that change no result."""
 STREAMED, LOADED = {"data.loading": "streaming"}, {"data.loading": "memory"}
 MIXED, NOVEL = {"data.setting": "gcd"}, {"data.setting": "ncd"}
 
@@ -219,12 +179,15 @@ def test_where_a_run_executes_does_not_change_what_it_is():
     assert config_hash(same) == config_hash(Config()) != config_hash(other)
 
 
-def test_fields_that_an_older_run_did_not_have_are_defaults():
-    older = to_dict(Config())
-    del older["model"]["width"], older["objective"]["epsilon"]
-    assert differing_keys(older, Config()) == []
+def test_fields_that_a_run_of_another_version_did_not_have_are_defaults():
+    """Of its own fields, those of the place of execution do not count."""
+    other = to_dict(Config())
+    del other["model"]["width"], other["objective"]["epsilon"]
+    other["compute"]["of_another_version"] = 3
+    assert differing_keys(other, Config()) == []
+    other["other"] = 3
     wide = override(Config(), {"model.width": 8})
-    assert differing_keys(older, wide) == ["model.width"]
+    assert differing_keys(other, wide) == ["model.width", "other"]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from tests.uno.small_run import small_config
 from tests.uno.test_heads import small_model
 from uno.config import Config, ModelConfig
 from uno.data.memory import RowBlocks
-from uno.methods.uno import METHOD
 from uno.model import UnoModel, build_network, features_of, forward
 
 SMALL = ModelConfig(
@@ -46,26 +45,6 @@ def test_views_come_first_and_do_not_depend_on_each_other(sizes):
     rows = logits.known.flatten(0, 1)
     # all rows differ: an exchange would show
     assert torch.cdist(rows, rows).fill_diagonal_(1).min() > 1e-4
-
-
-def test_families_that_are_off_are_none():
-    """Kills: an overclustering head of zero clusters, heads in the pretraining
-    network.
-    """
-    without = UnoModel(SMALL.model_copy(update={"overcluster_factor": 0}), 4, 3, METHOD)
-    logits = without([torch.randn(2, 3, 8, 8)])
-    assert logits.over is None and without.over is None
-    assert logits.novel.shape == (1, 3, 2, 3)
-    assert without.projector.num_heads == 3
-    pretraining = UnoModel(SMALL, 4, 0)
-    logits = pretraining([torch.randn(2, 3, 8, 8)] * 2)
-    assert logits.known.shape == (2, 2, 4)
-    assert logits.novel is None and logits.over is None
-    assert not [
-        name
-        for name in pretraining.state_dict()
-        if name.startswith(("projector", "novel", "over"))
-    ]
 
 
 @pytest.mark.parametrize("overcluster_factor", [0, 2])

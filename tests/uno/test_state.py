@@ -8,7 +8,6 @@ from torch import nn
 
 from tests.uno.small_run import (
     batches_of,
-    check_resumes,
     copied_tensors,
     discovery_step,
     fresh_state,
@@ -125,14 +124,6 @@ def test_the_encoder_learns_at_its_own_rate():
     for name, whole in moved[0].items():
         expected = (0.5 if name.startswith("encoder.") else 1) * whole
         torch.testing.assert_close(moved[1][name], expected, atol=1e-6, rtol=1e-3)
-
-
-@pytest.mark.slow
-def test_a_run_with_frozen_stages_resumes_to_the_bit(tmp_path):
-    config = small_config(model__finetune="last_stage", model__encoder_lr_factor=0.3)
-    tensors = check_resumes(config, tmp_path, stops=(2, 9))
-    assert "optimizer/encoder.layer3.0.conv1.weight/momentum_buffer" in tensors
-    assert "optimizer/encoder.layer2.0.conv1.weight/momentum_buffer" not in tensors
 
 
 def test_synchronized_batch_norms_of_a_frozen_stage_stay_in_eval_mode():

@@ -14,7 +14,6 @@ from tests.uno.small_run import (
     StopAt,
     assert_same,
     batches_of,
-    check_resumes,
     copied_tensors,
     discovery_step,
     fresh_state,
@@ -168,12 +167,6 @@ def test_a_checkpoint_waits_for_the_upload_of_the_one_before(store, monkeypatch)
         discover(store, batches=batches, worker=StopAt(8))
     assert was_uploaded == [False, True]
     assert checkpoint_steps(store, run.DISCOVER) == [6, 8]
-
-
-@pytest.mark.slow
-def test_both_phases_resume_to_the_bit(tmp_path):
-    """Kills: discovery from weights other than the pretrained ones after a resume."""
-    check_resumes(CONFIG, tmp_path, (4, 5, 11))
 
 
 def test_a_finished_phase_is_not_trained_again(clean):

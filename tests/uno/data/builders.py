@@ -21,7 +21,7 @@ from uno.config import DataConfig
 from uno.data.decode import decode_many, ok_mask
 from uno.data.rows import Rows
 from uno.data.sources import read_rows
-from uno.data.splits import make_task
+from uno.data.splits import Task, make_task
 from uno.data.unreadable import check_bad
 from uno.errors import ConfigError
 
@@ -45,6 +45,12 @@ def failure(
 def read(source: Any, images_only: bool = False, **config: Any) -> Rows:
     """The rows of a source, with other settings of the data."""
     return read_rows(DataConfig(source=str(source), **config), images_only)
+
+
+def read_task(source: Any, **config: Any) -> Task:
+    """The data of a run on a source with one novel class, unless settings differ."""
+    settings = DataConfig(**{"source": str(source), "num_novel": 1, **config})
+    return make_task(read_rows(settings), settings)
 
 
 def assert_refused(

@@ -7,11 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from uno.config import DataConfig
-from uno.data.sources import read_rows
-from uno.data.splits import make_task
-
-from .builders import failure, write_images
+from .builders import failure, read, read_task, write_images
 
 CSV = {
     "train/metadata.csv": "file_name,label\na.png,cat\nb.png,dog\nsub/c.png,\n",
@@ -52,34 +48,29 @@ def labels_and_splits(rows):
     return dict(zip(rows.ids.to_pylist(), pairs, strict=True))
 
 
-def task_of(source: str, **options: str):
-    config = DataConfig(source=source, num_novel=1, **options)
-    return make_task(read_rows(config), config)
-
-
 @pytest.mark.parametrize("tables", [CSV, JSONL], ids=["csv", "jsonl"])
 @pytest.mark.parametrize("kind", ["", "imagefolder:"])
 def test_metadata_of_an_imagefolder_says_labels_and_splits(folder, tables, kind):
     write_tables(folder, tables)
-    rows = read_rows(DataConfig(source=f"{kind}{folder}"))
+    rows = read(f"{kind}{folder}")
     assert labels_and_splits(rows) == LABELS
     paths = rows.images.read_images(np.arange(4))
     assert paths == [f"{folder.resolve()}/{name}" for name in rows.ids.to_pylist()]
-    assert len(read_rows(DataConfig(source=f"{kind}{folder}"), images_only=True)) == 4
+    assert len(read(f"{kind}{folder}", images_only=True)) == 4
 
 
 def test_one_hot_classes_of_roboflow_are_labels(folder):
     write_tables(folder, ONE_HOT)
-    assert labels_and_splits(read_rows(DataConfig(source=str(folder)))) == LABELS
+    assert labels_and_splits(read(folder)) == LABELS
 
 
 def test_labels_of_another_name_are_found_with_the_option(folder):
     write_tables(folder, {k: t.replace("label", "species") for k, t in CSV.items()})
-    rows = read_rows(DataConfig(source=str(folder), columns="label=species"))
+    rows = read(folder, columns="label=species")
     assert labels_and_splits(rows) == LABELS
-    line = failure(task_of, f"imagefolder:{folder}")
+    line = failure(read_task, f"imagefolder:{folder}")
     assert "--data.columns label=species" in line
-    line = failure(task_of, f"imagefolder:{folder}", columns="label=specie")
+    line = failure(read_task, f"imagefolder:{folder}", columns="label=specie")
     assert "label=specie: no such column; it has file_name, species" in line
 
 
@@ -87,7 +78,7 @@ def test_the_number_0_is_a_label(folder):
     names = ["train/a.png", "train/b.png"]
     lines = [json.dumps({"file_name": n, "label": 0, "eval_label": 0}) for n in names]
     write_tables(folder, {"metadata.jsonl": "\n".join(lines)})
-    rows = read_rows(DataConfig(source=f"imagefolder:{folder}"))
+    rows = read(f"imagefolder:{folder}")
     assert rows.labels.to_pylist() == rows.eval_labels.to_pylist() == ["0", "0"]
     assert not any("no column" in note for note in rows.notes)
 
@@ -96,7 +87,7 @@ def test_captions_without_labels_leave_class_folders_as_they_are(tmp_path):
     write_images(tmp_path, ["cat/a.png", "dog/b.png"])
     text = "file_name,text\ncat/a.png,a cat\ndog/b.png,a dog\n"
     write_tables(tmp_path, {"metadata.csv": text})
-    rows = read_rows(DataConfig(source=str(tmp_path)))
+    rows = read(tmp_path)
     assert rows.source.startswith("folder:")
     assert rows.labels.to_pylist() == ["cat", "dog"]
 
@@ -104,24 +95,22 @@ def test_captions_without_labels_leave_class_folders_as_they_are(tmp_path):
 def test_images_that_no_table_names_are_counted(folder):
     write_tables(folder, CSV)
     write_images(folder, ["train/extra.png"])
-    (line,) = read_rows(DataConfig(source=str(folder))).warnings
+    (line,) = read(folder).warnings
     assert "1 image" in line and "train/extra.png" in line
 
 
-def test_an_image_that_a_table_spells_otherwise_is_not_left_out(tmp_path):
-    write_images(tmp_path, ["my cat.png"])
-    write_tables(tmp_path, {"metadata.csv": "file_name,label\nmy%20cat.png,cat\n"})
-    assert not read_rows(DataConfig(source=str(tmp_path))).warnings
-
-
-@pytest.mark.parametrize("root", ["{}", "file://{}"])
-def test_an_absolute_path_in_the_table_of_a_split(folder, root):
+@pytest.mark.parametrize(
+    "spelling", ["{}/train/a.png", "file://{}/train/a.png", "%61.png"]
+)
+def test_an_image_that_a_table_spells_otherwise_is_read(folder, spelling):
+    """In the table of a split. Kills: a warning that the image is left out."""
     write_tables(folder, CSV)
-    path, root = folder / "train" / "metadata.csv", root.format(folder.resolve())
-    path.write_text(path.read_text().replace("a.png", f"{root}/train/a.png"))
-    rows = read_rows(DataConfig(source=str(folder)))
+    path, spelled = folder / "train/metadata.csv", spelling.format(folder.resolve())
+    path.write_text(path.read_text().replace("a.png", spelled))
+    rows = read(folder)
     paths = rows.images.read_images(np.arange(4))
     assert {*paths} == {f"{folder.resolve()}/{name}" for name in LABELS}
+    assert not rows.warnings
 
 
 @pytest.mark.parametrize(
@@ -141,7 +130,7 @@ def test_an_absolute_path_in_the_table_of_a_split(folder, root):
 )
 def test_a_folder_without_a_table_or_its_column_is_refused(folder, tables, parts):
     write_tables(folder, tables)
-    line = failure(read_rows, DataConfig(source=f"imagefolder:{folder}"))
+    line = failure(read, f"imagefolder:{folder}")
     assert all(part in line for part in parts)
 
 
@@ -161,5 +150,5 @@ def test_boxes_around_objects_are_refused_with_a_tool_that_crops_them(
     write_images(tmp_path, [images])
     (tmp_path / beside).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / beside).write_text("")
-    line = failure(read_rows, DataConfig(source=str(tmp_path)))
+    line = failure(read, tmp_path)
     assert kind in line and "ImageClassificationDirectoryTree" in line

@@ -85,11 +85,8 @@ def test_images_that_are_made_tiny_are_named(size, num_named):
     """Views count, not the larger size in which images are stored."""
     config = config_of(augment__large__size=size, data__stored_size=256)
     task = task_of(LABELS, config, [pixels(i, 100, 200) for i in range(40)])
-    line = (
-        "images of about 100 px are resized to 33 px, which loses most detail; raise"
-        " --image-size (slower)"
-    )
-    assert messages(task, config, "warning") == [line] * num_named
+    found = messages(task, config, "warning")
+    assert ["resized to 33 px" in message for message in found] == [True] * num_named
 
 
 @pytest.mark.parametrize(

@@ -8,24 +8,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from uno.config import Config, DataConfig
+from uno.config import Config
 from uno.data.check import check
-from uno.data.sources import read_rows
-from uno.data.splits import make_task
 
-from .builders import encoded, failure, pixels, write_images
-
-
-def read(source: object):
-    """Return the rows of a source."""
-    return read_rows(DataConfig(source=str(source)))
+from .builders import encoded, failure, pixels, read, read_task, write_images
 
 
 def warnings_of(source: object) -> list[str]:
     """Return what a check of the data warns of."""
-    config = Config(data=DataConfig(source=str(source), num_novel=1))
-    task = make_task(read_rows(config.data), config.data)
-    return [problem.message for problem in check(task, config)]
+    return [problem.message for problem in check(read_task(source), Config())]
 
 
 def refusal(source: object) -> str:
@@ -92,7 +83,7 @@ def test_texts_of_any_arrow_type_are_read_from_parquet(
     columns = {"path": ["a.png", "b.png"], "label": ["x", None]}
     schema = pa.schema({"path": kind, "label": kind})
     pq.write_table(pa.table(columns, schema), tmp_path / "t.parquet")
-    rows = read_rows(DataConfig(source=f"{tmp_path}/t.parquet"), images_only)
+    rows = read(tmp_path / "t.parquet", images_only)
     assert rows.images[1] == str((tmp_path / "b.png").resolve())
     assert rows.labels.to_pylist() == labels
 

@@ -21,7 +21,6 @@ from uno.data.decode import (
     decode_many,
     decode_rgb,
     decode_square_and_rgb,
-    decoded,
     inspect_image,
     ok_mask,
     read_header,
@@ -168,13 +167,6 @@ def test_the_facts_of_an_image_are_its_format_size_and_brightness(tmp_path, form
     assert inspect_image(image)[:2] == (("pixels", 500, 900), 120)
 
 
-def test_the_facts_of_a_deep_image_have_its_finite_values():
-    values = np.array([[1.5, np.nan], [-2.0, np.inf]], np.float32)
-    facts = inspect_image(encoded(Image.fromarray(values), "TIFF"))
-    assert facts.deep_values.tolist() == [1.5, -2.0]
-    assert facts.brightest == 1.5
-
-
 def bytes_read():
     """Return the bytes that this process has read, by Linux's own count."""
     with open("/proc/self/io", encoding="utf-8") as file:
@@ -257,13 +249,6 @@ def test_one_read_gives_the_square_and_the_whole_image(format, size, side):
     np.testing.assert_array_equal(whole[..., :3], expected[..., :3])
 
 
-def test_pixels_in_memory_stay_whole_beside_their_square():
-    array = pixels(2, 20, 30)
-    square, whole = decode_square_and_rgb(array, 8, 8)
-    np.testing.assert_array_equal(square, decode(array, 8))
-    np.testing.assert_array_equal(whole, array)
-
-
 @pytest.mark.parametrize("threads", [1, 3, None])
 @pytest.mark.parametrize("num", [0, 150])
 def test_decode_many_counts_every_row(threads, num):
@@ -299,15 +284,6 @@ def test_large_jpegs_are_drafted_and_stay_close(monkeypatch):
     monkeypatch.setattr(decode_module, "DRAFT", 10_000)
     full = decode(data, 40).astype(int)
     assert 0 < np.abs(fast - full).mean() < 1.5
-
-
-def test_many_images_are_decoded_with_the_interpolation_that_is_asked_for():
-    image, how = encoded(pixels(5, 30, 30)), Decoding("bicubic")
-    expected = decode(image, 12, how)
-    assert not np.array_equal(expected, decode(image, 12))
-    ((_, batch, _),) = decoded([image], [np.array([0])], 12, 1, how)
-    np.testing.assert_array_equal(batch[0], expected)
-    np.testing.assert_array_equal(decode_many([image], 12, 1, how)[0][0], expected)
 
 
 def test_more_pixels_than_bytes_can_hold_are_refused_before_they_are_made():

@@ -87,11 +87,6 @@ def test_what_is_no_column_is_refused(given):
     assert "column" in failure(class_names, given)
 
 
-@pytest.mark.parametrize("label", [(), 0.5, b"a", ["a"]])
-def test_labels_that_are_neither_names_nor_numbers_are_refused(label):
-    assert "label" in failure(class_names, ["a", label])
-
-
 @pytest.fixture
 def vectors():
     """Return float32 (6, 4)."""

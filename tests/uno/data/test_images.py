@@ -3,7 +3,6 @@
 import threading
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
 from uno.data.decode import PIECE_ROWS, decode_many, pieces
@@ -11,9 +10,7 @@ from uno.data.images import (
     InMemory,
     batches_of,
     evenly_spaced,
-    from_columns,
     spread,
-    to_columns,
 )
 
 from .builders import encoded, pixels
@@ -152,11 +149,3 @@ def test_what_is_read_together_is_read_once_and_decoded_by_all_threads(monkeypat
 
     monkeypatch.setattr("uno.data.decode.decode", decode)
     decode_many(Grouped(2 * PIECE_ROWS, 2 * PIECE_ROWS), 8, 2)
-
-
-def test_images_travel_as_they_are():
-    """Kills: pixels without their shape, a path taken for bytes."""
-    given = [b"bytes", "/a/b.png", "", pixels(0, 2, 5)]
-    columns = to_columns(InMemory(given), np.array([3, 0, 2, 1]))
-    array, *rest = from_columns(pa.table(columns), None)
-    assert (array == given[3]).all() and rest == [b"bytes", "", "/a/b.png"]

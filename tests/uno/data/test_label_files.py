@@ -189,8 +189,7 @@ def test_numbers_in_a_file_are_classes_as_in_every_source(tmp_path):
     assert rows.ids.to_pylist() == ["0/a.png", "1/b.png", "c.png", "d.png"]
     assert rows.labels.to_pylist() == ["0", "1", "0", "1"]
     file = write(tmp_path, "l.csv", "id,label\nc.png,0.5\n")
-    config = DataConfig(source=f"folder:{tmp_path}/images", labels=file)
-    assert "c.png" in failure(read_rows, config)
+    assert "c.png" in failure(rows_of, tmp_path / "images", file)
 
 
 def test_a_file_may_correct_the_spelling_of_a_class(tmp_path):
@@ -202,8 +201,7 @@ def test_a_file_may_correct_the_spelling_of_a_class(tmp_path):
 def test_two_spellings_of_a_class_in_file_and_source_are_refused(tmp_path):
     write_images(tmp_path / "images", ["1/a.png", "b.png", "c.png"])
     file = write(tmp_path, "l.csv", "id,label\nb.png,1.0\nc.png,owl\n")
-    config = DataConfig(source=f"folder:{tmp_path}/images", labels=file)
-    assert "'1' and '1.0'" in failure(read_rows, config)
+    assert "'1' and '1.0'" in failure(rows_of, tmp_path / "images", file)
 
 
 @pytest.mark.parametrize(

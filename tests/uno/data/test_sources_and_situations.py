@@ -5,9 +5,7 @@ line.
 """
 
 import csv
-import io
 import re
-import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +21,7 @@ from uno.data.decode import decode_many
 from uno.data.sources import read_rows
 
 from .builders import encoded, failure, pixels
+from .test_tar import write_tar
 
 Label = str | float | None
 PNG = encoded(pixels(0, 16, 16))
@@ -106,16 +105,14 @@ def write_parquet(root: Path, rows: Sequence[Row]) -> dict[str, str]:
     return {"source": f"parquet:{root}"}
 
 
-def write_tar(root: Path, rows: Sequence[Row]) -> dict[str, str]:
-    with tarfile.open(root / "t.tar", "w") as archive:
-        for name, label, image in rows:
-            text = None if label is None else f"{label}".encode()
-            labels = f"{name.removesuffix('.png')}.cls"
-            for member, data in ((name, image), (labels, text)):
-                if data is not None:
-                    info = tarfile.TarInfo(member)
-                    info.size = len(data)
-                    archive.addfile(info, io.BytesIO(data))
+def write_shard(root: Path, rows: Sequence[Row]) -> dict[str, str]:
+    members = list[tuple[str, bytes]]()
+    for name, label, image in rows:
+        if image is not None:
+            members.append((name, image))
+        if label is not None:
+            members.append((f"{name.removesuffix('.png')}.cls", f"{label}".encode()))
+    write_tar(root / "t.tar", members)
     return {"source": f"tar:{root}"}
 
 
@@ -133,7 +130,7 @@ WRITERS: dict[str, Callable[[Path, Sequence[Row]], dict[str, str]]] = {
     "two folders": write_two_folders,
     "csv": write_csv,
     "parquet": write_parquet,
-    "tar": write_tar,
+    "tar": write_shard,
     "vectors": write_vectors,
 }
 NO_FOLDERS = ("csv", "parquet", "tar", "vectors")

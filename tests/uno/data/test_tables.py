@@ -85,12 +85,6 @@ def test_a_file_without_labels_needs_no_class_names(tmp_path):
     assert sorted(map(str, rows.labels.to_pylist())) == ["None", "a", "b"]
 
 
-def test_a_hint_of_another_format_has_the_path_as_it_is_given(tmp_path):
-    np.save(tmp_path / "a.npy", np.eye(2))
-    line = failure(read, f"parquet:{tmp_path}")
-    assert f"--data vectors:{tmp_path}/a.npy" in line
-
-
 def test_limits_hold_before_rows_are_read(tmp_path, monkeypatch):
     """Kills: a footer that announces more rows than there is memory, a text of
     nothing but line breaks.
@@ -117,15 +111,11 @@ BROKEN = {"huggingface": "{not json"}
             ["10"],
         ),
         (
-            pa.table({"img": [b"x"], "label": pa.array(["x"]).dictionary_encode()}),
-            ["x"],
-        ),
-        (
             pa.table({"img": [b"x"], "label": [1]}).replace_schema_metadata(BROKEN),
             ["1"],
         ),
     ],
-    ids=["null and negative", "surrogate", "fine", "dictionary", "broken metadata"],
+    ids=["null and negative", "surrogate", "fine", "broken metadata"],
 )
 def test_labels_of_parquet(tmp_path, table, labels):
     """Without names they are numbers."""
@@ -155,11 +145,6 @@ def test_files_and_folders_name_the_split(tmp_path, name, split):
     ("table", "text"),
     [
         (pa.table({"picture": [b"x"], "label": ["a"]}), "it has picture, label"),
-        (pa.table({"image": [1.5]}), "images must be bytes"),
-        (
-            pa.table({"image": [b"x"], "label": [1.5]}),
-            "row 0: label 1.5 is not a whole number",
-        ),
         (pa.table({"image": [b"x"], "label": [[1, 2]]}), "names or numbers"),
         (pa.table({"image": [b"x"], "split": ["holdout"]}), "'holdout'"),
         (
@@ -234,15 +219,6 @@ def test_rows_are_what_they_are_when_all_is_read(shards, bucket, source):
         assert images.read_images(order) == [expected[i] for i in order]
     (part,) = opened.split(17)
     assert [part[i] for i in range(17)] == expected
-
-
-def test_images_of_a_relative_path_are_read_in_another_directory(
-    shards, tmp_path_factory, monkeypatch
-):
-    monkeypatch.chdir(shards)
-    travelled = pickle.dumps(read("parquet:.").images.reader())
-    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
-    assert pickle.loads(travelled).read_images(np.arange(1)) == [encoded(pixels(0))]
 
 
 def test_a_column_with_a_dot_in_its_name_has_sizes(tmp_path):
@@ -352,8 +328,9 @@ JSONL = """{"image": "a.png", "label": "cat", "id": 3}
 
 
 def test_csv_and_jsonl_agree(tmp_path):
+    """With the line ends of Linux and of Windows."""
     write_images(tmp_path, ["a.png", "b.png", "sub/c.png"])
-    (tmp_path / "t.jsonl").write_text(JSONL)
+    (tmp_path / "t.jsonl").write_bytes(JSONL.replace("\n", "\r\n").encode())
     first, second = (
         read_table(path)
         for path in (write_csv(tmp_path, CSV), str(tmp_path / "t.jsonl"))
@@ -436,7 +413,6 @@ def test_table_paths_are_confined(tmp_path, path):
     ("name", "text", "part"),
     [
         ("t.csv", "file,label\na.png,x\n", "it has file, label"),
-        ("t.csv", "file\na.png\n", "--data.columns image=file"),
         ("t.csv", "path,label\n", "no rows"),
         ("t.csv", "", "it has none"),
         ("t.csv", "path,label\na.png,x,y\n", "more values"),
@@ -449,11 +425,9 @@ def test_table_paths_are_confined(tmp_path, path):
         ("t.jsonl", "[" * 100_000, "line 1 is not JSON"),
         ("t.jsonl", '{"path": "\\ud800.png"}', "line 1 is not JSON"),
         ("t.jsonl", "[1]", "must be an object"),
-        ("t.jsonl", '{"path": "a.png", "label": 1.5}', "1.5"),
         ("t.jsonl", '{"path": 3}', "no image path"),
         ("t.csv", "path,label,label\na.png,x,y\n", "two columns are named 'label'"),
         ("t.csv", "path,label, Split\na.png,x,test\n", "'Split' is not split"),
-        ("t.csv", "path,Label\na.png,x\n", "'Label' is not label"),
         (
             "t.csv",
             "path,label\na.png,1\na.png,1.0\na.png,x",
@@ -467,26 +441,12 @@ def test_table_paths_are_confined(tmp_path, path):
         ("t.csv", "path,eval_label\na.png,cat\na.png,cat \n", "'cat' and 'cat '"),
         ("t.csv", "path,label,eval_label\na.png,1,x\na.png,,1.0\n", "'1' and '1.0'"),
     ],
-    ids=range(23),
+    ids=range(20),
 )
 def test_table_errors(tmp_path, name, text, part):
     write_images(tmp_path, ["a.png"])
     (tmp_path / name).write_text(text, "utf-8", "surrogateescape")
     assert part in failure(read_table, str(tmp_path / name))
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("t.csv", "path,label\na.png,1\nb.png,1"),
-        ("t.jsonl", '{"path": "a.png", "label": "1"}\n{"path": "b.png", "label": 1}'),
-    ],
-)
-def test_ends_of_lines_change_nothing(tmp_path, name, text):
-    write_images(tmp_path, ["a.png", "b.png"])
-    for content in (text + "\n", text.replace("\n", "\r\n"), text):
-        (tmp_path / name).write_bytes(content.encode())
-        assert read_table(str(tmp_path / name)).labels.to_pylist() == ["1", "1"]
 
 
 def test_folders_of_hive_partitioning_are_refused_if_they_say_labels(tmp_path):

@@ -15,15 +15,20 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.s3 import BUCKET, make_bucket, store
-from uno.config import DataConfig
 from uno.data import files as filesystem
 from uno.data import tar, tar_index
 from uno.data.decode import decode_many
 from uno.data.files import Storage
-from uno.data.sources import read_rows
-from uno.data.splits import make_task
 
-from .builders import assert_refused, encoded, failure, pixels, read, write_images
+from .builders import (
+    assert_refused,
+    encoded,
+    failure,
+    pixels,
+    read,
+    read_task,
+    write_images,
+)
 
 IMAGE = encoded(pixels(0))
 LINK = {"type": tarfile.SYMTYPE, "linkname": "../secret.png"}
@@ -115,7 +120,6 @@ def test_the_layout(tmp_path):
         "val/0.tar#1": ("Łódź", "test"),
     }
     assert rows.images.read_images(np.arange(8)) == [IMAGE] * 8
-    assert rows.images.paths(np.arange(8)) == [None] * 8
     notes = ("ignored 1 member of the tar files: 1 .txt",)
     assert (rows.notes, rows.warnings) == (notes, ())
 
@@ -518,18 +522,19 @@ def test_a_shard_that_is_gone_when_images_are_read_is_one_line(tmp_path):
     assert "cannot read" in failure(rows.images.read_images, np.arange(1))
 
 
+@pytest.mark.parametrize("source", ["tar:a.tar", "parquet:."])
 def test_images_of_a_relative_path_are_read_in_another_directory(
-    tmp_path, tmp_path_factory, monkeypatch
+    tmp_path, tmp_path_factory, monkeypatch, source
 ):
     write_tar(tmp_path / "a.tar", one())
+    pq.write_table(pa.table({"image": [IMAGE]}), tmp_path / "a.parquet")
     monkeypatch.chdir(tmp_path)
-    travelled = read_rows(DataConfig(source="tar:a.tar")).images.reader()
+    travelled = pickle.dumps(read(source).images.reader())
     monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
-    assert travelled.read_images(np.arange(1)) == [IMAGE]
+    assert pickle.loads(travelled).read_images(np.arange(1)) == [IMAGE]
 
 
 def test_a_shard_whose_folders_are_the_classes_is_refused_with_a_way_out(tmp_path):
     members = [("cat/1.png", IMAGE), ("dog/2.png", IMAGE)]
-    config = DataConfig(source=write_tar(tmp_path / "t.tar", members), num_novel=1)
     facts = ["no image has a label", "KEY.cls", "--labeled"]
-    assert_refused(facts, make_task, read_rows(config), config)
+    assert_refused(facts, read_task, write_tar(tmp_path / "t.tar", members))

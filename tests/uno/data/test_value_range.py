@@ -1,6 +1,7 @@
 """Gray images of more than 8 bits: one range of values for a data set."""
 
 import struct
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from PIL import Image
 
 import uno
-from uno.config import AugmentConfig, Config, DataConfig, ViewConfig, override
+from uno.config import AugmentConfig, Config, ViewConfig, override
 from uno.crops import Cropper
 from uno.data.check import check
 from uno.data.decode import (
@@ -20,14 +21,14 @@ from uno.data.decode import (
     decode_square_and_rgb,
 )
 from uno.data.files import Storage
-from uno.data.sources import read_rows
-from uno.data.splits import Task, make_task
 from uno.data.value_range import choose_value_range
 
+from . import builders
 from .builders import encoded, pixels
 
 GRAY = np.linspace(0, 4095, 64).round().reshape(8, 8)
 FLOATS = np.where(GRAY == 0, np.nan, GRAY / 4095).astype(np.float32)
+FLOATS[4, 4] = np.inf
 
 
 def tiff_of_12_bits(values: np.ndarray) -> bytes:
@@ -59,9 +60,7 @@ def write_folder(folder: Path, *contents: bytes) -> Path:
     return folder
 
 
-def task_of(source: object) -> Task:
-    config = DataConfig(source=str(source), known_classes="first:1")
-    return make_task(read_rows(config), config)
+read_task = partial(builders.read_task, known_classes="first:1")
 
 
 @pytest.mark.parametrize(
@@ -79,13 +78,13 @@ def task_of(source: object) -> Task:
     ],
 )
 def test_the_range_is_that_of_the_values(tmp_path, contents, expected):
-    found, _ = choose_value_range(task_of(write_folder(tmp_path, *contents)).rows)
+    found, _ = choose_value_range(read_task(write_folder(tmp_path, *contents)).rows)
     assert found == pytest.approx(expected, abs=0.02 * (expected[1] - expected[0]))
 
 
 def test_images_of_8_bits_have_no_range(tmp_path):
     folder = write_folder(tmp_path, encoded(pixels(0)))
-    assert choose_value_range(task_of(folder).rows) is None
+    assert choose_value_range(read_task(folder).rows) is None
 
 
 @pytest.mark.parametrize(
@@ -125,7 +124,7 @@ def test_numbers_that_are_not_finite_become_black_or_white():
 
 def warnings_of(folder: Path, value_range: tuple[float, float] | None) -> list[str]:
     config = override(Config(), {"data.value_range": value_range})
-    return [problem.message for problem in check(task_of(folder), config)]
+    return [problem.message for problem in check(read_task(folder), config, 60)]
 
 
 def test_a_wrong_range_and_unused_pages_are_warnings(tmp_path):
@@ -137,6 +136,11 @@ def test_a_wrong_range_and_unused_pages_are_warnings(tmp_path):
     assert any("several pages" in text and "first is used" in text for text in messages)
     messages = warnings_of(write_folder(tmp_path, encoded(page)), (0, 4095))
     assert not any("black" in text or "pages" in text for text in messages)
+
+
+def test_a_check_decodes_every_image_by_the_range(tmp_path):
+    folder = write_folder(tmp_path, encoded(FLOATS, "TIFF"))
+    assert not any("cannot be read" in text for text in warnings_of(folder, (0, 1)))
 
 
 def test_a_dicom_file_is_refused_with_the_way_to_convert_it():

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from tests.uno.methods.toy import softmax
 from tests.uno.small_run import (
     batches_of,
-    check_resumes,
     fresh_state,
     small_config,
     step_of,
@@ -200,10 +199,3 @@ def test_the_queue_takes_part_when_it_is_full_and_warm_up_is_over(
     state = fresh_state(small_config(objective__queue_size=4))
     assert past_logits(state, torch.full((2, 4, 6, 8), float("nan"))) is None
     assert torch.equal(state.extra["queue"], torch.zeros(2, 2, 4, 16))
-
-
-@pytest.mark.slow
-def test_the_queue_survives_a_checkpoint(tmp_path):
-    """Kills: a queue that is empty after a resume."""
-    config = small_config(objective__queue_size=40, objective__rkd_weight=0.1)
-    assert check_resumes(config, tmp_path, (4, 11))["extra/queue"].abs().sum() > 0

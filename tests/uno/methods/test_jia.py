@@ -11,32 +11,6 @@ from uno.methods import jia
 from uno.model import build_network
 
 
-def naive_contrast(features: np.ndarray) -> float:
-    """Features (2, B, D); a row is an anchor under either view."""
-    rows = [
-        (v, i, x / np.linalg.norm(x)) for v in (0, 1) for i, x in enumerate(features[v])
-    ]
-    terms = []
-    for v, i, x in rows:
-        powers = {
-            (w, j): np.exp(x @ y / jia.TEMPERATURE)
-            for w, j, y in rows
-            if (w, j) != (v, i)
-        }
-        same = [
-            j
-            for j in range(len(toy.LABELS))
-            if i < len(toy.LABELS) and toy.LABELS[j] == toy.LABELS[i]
-        ] or [i]
-        positive = [place for place in powers if place[1] in same]
-        terms.append(
-            -np.mean(
-                [np.log(powers[place] / sum(powers.values())) for place in positive]
-            )
-        )
-    return float(np.mean(terms))
-
-
 @pytest.mark.parametrize("step", [0, 3, 40])
 def test_the_step_equals_the_loop(step):
     """Kills, each tried: a row that is its own negative, positives of one view,
@@ -70,7 +44,7 @@ def test_the_step_equals_the_loop(step):
     similar = [[share > jia.AGREEMENT for share in row] for row in shares]
     assert 5 < np.sum(similar) < 25
     expected = toy.naive_pairwise(logits, similar, 5 * toy.ramp(step / 5))
-    expected += naive_contrast(features)
+    expected += toy.naive_contrast(features, toy.LABELS, jia.TEMPERATURE)
     assert found == pytest.approx(expected, rel=1e-6)
 
 

@@ -11,11 +11,10 @@ from tests.uno.methods import toy
 from tests.uno.methods.test_all_methods import config_of, feature_set
 from tests.uno.small_run import fresh_state, small_config, train_both
 from uno.clustering.initialization import Sample, cluster_features
+from uno.config import override
 from uno.data.files import Storage
 from uno.method import default_settings
 from uno.methods import pim
-
-LABELS = [0, 3, 1, 1]
 
 
 def naive_objective(logits, weight, supervised, num_masked):
@@ -25,13 +24,17 @@ def naive_objective(logits, weight, supervised, num_masked):
         for v, view in enumerate(logits)
         for i, row in enumerate(view)
     }
-    free = [row for (_, i), row in p.items() if i >= len(LABELS)]
+    free = [row for (_, i), row in p.items() if i >= len(toy.LABELS)]
     entropy = np.mean([-sum(a * np.log(a) for a in row) for row in free])
     mean = np.mean(list(p.values()), axis=0)
     loss = weight * entropy + sum(m * np.log(m) for m in mean)
     if supervised:
         loss += np.mean(
-            [-np.log(row[LABELS[i]]) for (_, i), row in p.items() if i < len(LABELS)]
+            [
+                -np.log(row[toy.LABELS[i]])
+                for (_, i), row in p.items()
+                if i < len(toy.LABELS)
+            ]
         )
     return loss + (
         np.mean([-np.log(sum(row[num_masked:])) for row in free]) if num_masked else 0
@@ -47,10 +50,12 @@ def test_the_objective_equals_the_loop(supervised, num_masked):
     classes where all are new.
     """
     logits = torch.randn(2, 9, 6, dtype=torch.float64, requires_grad=True)
-    found = pim.pim_objective(logits, torch.tensor(LABELS), 0.3, supervised, num_masked)
+    found = pim.pim_objective(
+        logits, torch.tensor(toy.LABELS), 0.3, supervised, num_masked
+    )
     expected = naive_objective(logits.detach().numpy(), 0.3, supervised, num_masked)
     assert float(found.detach()) == pytest.approx(expected, rel=1e-9)
-    own = (torch.tensor(LABELS), 0.3, supervised, num_masked)
+    own = (torch.tensor(toy.LABELS), 0.3, supervised, num_masked)
     assert torch.autograd.gradcheck(lambda x: pim.pim_objective(x, *own), (logits,))
 
 
@@ -67,7 +72,7 @@ def test_the_step_is_the_objective_of_two_views():
             np.concatenate([logits.known.numpy(), logits.novel[:, 0].numpy()], axis=-1)
             / toy.TAU
         )
-        found = toy.step_on(config, logits, torch.tensor(LABELS), state)
+        found = toy.step_on(config, logits, torch.tensor(toy.LABELS), state)
         assert found == pytest.approx(
             naive_objective(joint, 0.4, True, num_masked), rel=1e-6
         )
@@ -81,12 +86,12 @@ def test_descent_is_adams_on_all_rows():
         normalize(torch.randn(9, 4).double(), dim=1),
         torch.randn(6, 4).double(),
     )
-    found = pim.minimize_objective(weights, rows, torch.tensor(LABELS), 0.3, 3)
+    found = pim.minimize_objective(weights, rows, torch.tensor(toy.LABELS), 0.3, 3)
     first = second = torch.zeros_like(weights)
     for n in (1, 2, 3):
         leaf = weights.clone().requires_grad_()
         pim.pim_objective(
-            25 * (rows @ leaf.T)[None], torch.tensor(LABELS), 0.3
+            25 * (rows @ leaf.T)[None], torch.tensor(toy.LABELS), 0.3
         ).backward()
         gradient = leaf.grad + 0.01 * weights
         first, second = (
@@ -178,13 +183,8 @@ def test_the_run_has_the_fits_classes(setting):
 
 def test_a_run_pretrains_and_then_takes_no_step(tmp_path):
     """Kills: a known head of one coordinate more that is refused after pretraining."""
-    config = small_config(
-        pim__steps=2, pretrain__epochs=1, **_dots(default_settings("pim", "digits"))
-    )
+    config = small_config(method="pim", pim__steps=2, pretrain__epochs=1)
+    config = override(config, default_settings("pim", "digits"))
     assert config.discover.epochs == 0
     state = train_both(config, Storage(str(tmp_path)))
     assert state.step == 0 and state.model.known.weight.shape == (5, 17)
-
-
-def _dots(values):
-    return {key.replace(".", "__"): value for key, value in values.items()}

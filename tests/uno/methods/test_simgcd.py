@@ -11,53 +11,33 @@ from tests.uno.methods.test_all_methods import config_of, feature_set
 from tests.uno.small_run import fresh_state, small_config
 from uno.methods import simgcd
 
-LABELS = [0, 3, 1, 1]
-
-
-def softmax(row, tau):
-    powers = np.exp((row - max(row)) / tau)
-    return powers / powers.sum()
-
-
-def naive_contrast(rows, labels, tau):
-    """Rows (2, B, P): every row and view against all others."""
-    places = [(v, i) for v in (0, 1) for i in range(rows.shape[1])]
-    unit = {place: rows[place] / np.linalg.norm(rows[place]) for place in places}
-    terms = []
-    for v, i in places:
-        powers = {p: np.exp(unit[v, i] @ unit[p] / tau) for p in places if p != (v, i)}
-        mates = [
-            p
-            for p in powers
-            if p[1] == i or (i < len(labels) and labels[p[1] : p[1] + 1] == [labels[i]])
-        ]
-        shares = [powers[p] / sum(powers.values()) for p in mates]
-        terms.append(-np.mean(np.log(shares)))
-    return np.mean(terms)
-
 
 def naive_loss(logits, h, gcd, rows, epsilon, weight, sharp):
     joint = np.concatenate([logits.known.numpy(), logits.novel[:, 0].numpy()], axis=-1)
     num_known, num = logits.known.shape[-1], joint.shape[1]
     distilled = []
     for v, i in itertools.product((0, 1), range(num)):
-        q, target = softmax(joint[v, i], toy.TAU), joint[1 - v, i].copy()
-        if not gcd and i >= len(LABELS):
+        q, target = toy.softmax(joint[v, i] / toy.TAU), joint[1 - v, i].copy()
+        if not gcd and i >= len(toy.LABELS):
             target[:num_known] = -np.inf
-        p = softmax(target, sharp)
+        p = toy.softmax(target / sharp)
         distilled.append(
             -sum(a * np.log(b) for a, b in zip(p, q, strict=True) if a > 0)
         )
     seen = (
-        joint if rows == "all" else joint[:, len(LABELS) :, 0 if gcd else num_known :]
+        joint
+        if rows == "all"
+        else joint[:, len(toy.LABELS) :, 0 if gcd else num_known :]
     )
-    mean = np.mean([softmax(row, toy.TAU) for view in seen for row in view], axis=0)
+    mean = np.mean(
+        [toy.softmax(row / toy.TAU) for view in seen for row in view], axis=0
+    )
     reg = np.log(len(mean)) + sum(m * np.log(m) for m in mean)
     unsupervised = np.mean(distilled) + epsilon * reg
-    supervised = toy.naive_cross_entropy(joint[:, : len(LABELS)], LABELS)
+    supervised = toy.naive_cross_entropy(joint[:, : len(toy.LABELS)], toy.LABELS)
     if h is not None:
-        unsupervised += naive_contrast(h, [], 1.0)
-        supervised += naive_contrast(h[:, : len(LABELS)], LABELS, 0.07)
+        unsupervised += toy.naive_contrast(h, [], 1.0)
+        supervised += toy.naive_contrast(h[:, : len(toy.LABELS)], toy.LABELS, 0.07)
     return (1 - weight) * unsupervised + weight * supervised
 
 
@@ -87,7 +67,7 @@ def test_the_step_equals_the_loop(setting, rows, frozen):
     state.step, state.total_steps = 3, 40  # half of 30 of 200
     h = None if frozen else project(logits.features).detach().numpy()
     expected = naive_loss(logits, h, setting == "gcd", rows, 1.7, 0.3, sharp=0.055)
-    found = toy.step_on(config, logits, torch.tensor(LABELS), state)
+    found = toy.step_on(config, logits, torch.tensor(toy.LABELS), state)
     assert found == pytest.approx(expected, rel=1e-9)
 
 

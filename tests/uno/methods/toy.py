@@ -81,6 +81,25 @@ def naive_mse(first: np.ndarray, second: np.ndarray) -> float:
     )
 
 
+def naive_contrast(rows: np.ndarray, labels: list[int], tau: float) -> float:
+    """Contrast of every row and view with all others: (2, B, P), labels of the first
+    rows. Rows of one class attract each other, as the two views of a row do.
+    """
+    places = [(v, i) for v in (0, 1) for i in range(rows.shape[1])]
+    unit = {place: rows[place] / np.linalg.norm(rows[place]) for place in places}
+    terms = []
+    for v, i in places:
+        powers = {p: np.exp(unit[v, i] @ unit[p] / tau) for p in places if p != (v, i)}
+        mates = [
+            p
+            for p in powers
+            if p[1] == i or (i < len(labels) and labels[p[1] : p[1] + 1] == [labels[i]])
+        ]
+        shares = [powers[p] / sum(powers.values()) for p in mates]
+        terms.append(-np.mean(np.log(shares)))
+    return float(np.mean(terms))
+
+
 def ramp(progress: float) -> float:
     """The weight of a loss that rises until ``progress`` is 1."""
     return float(np.exp(-5 * (1 - min(1, progress)) ** 2))

@@ -53,12 +53,6 @@ def digits() -> Task:
     return make_task(read_rows(config.data), config.data)
 
 
-def warned(task, sample: Sample, known: facts.RunData) -> list[str]:
-    return [
-        title for title, _ in checks.warnings("ncd", known, summarize(task, sample))
-    ]
-
-
 def test_classes_are_those_of_the_best_head(digits):
     sample = sample_of(digits, digits.eval_labels)
     sample.votes[:, 1] = 0  # another head's
@@ -153,7 +147,8 @@ def test_warnings_about_classes(digits, change, seen):
     trained = facts.RunData(
         journal=[{"phase": "discover", "step": 5, "total_steps": 5}]
     )
-    found = warned(digits, change(sample_of(digits, digits.eval_labels)), trained)
+    summary = summarize(digits, change(sample_of(digits, digits.eval_labels)))
+    found = [title for title, _ in checks.warnings("ncd", trained, summary)]
     assert any(seen in title for title in found) if seen else found == []
 
 
@@ -169,13 +164,6 @@ def test_warnings_about_a_phase(phase):
     ]
     assert f"Unfinished: the {phase} phase stopped at step 5 of 10" in found
     assert f"2 steps of {phase} skipped because the loss was not finite" in found
-
-
-def test_warnings_about_training(digits):
-    values = {"train/novel/task_aware/acc/avg": 0.4, "baseline/kmeans/novel/acc": 0.5}
-    sample = sample_of(digits, digits.eval_labels, 1)
-    titles = warned(digits, sample, facts.RunData(values))
-    assert any("No better than clustering: 40.0%" in title for title in titles)
 
 
 def test_a_sample_keeps_the_shares(digits):

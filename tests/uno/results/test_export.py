@@ -10,10 +10,7 @@ import sys
 
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
-import torchvision
-from torch import nn
 
 from tests.uno.models import tiny_model
 from tests.uno.small_run import HERE, small_config, small_sets
@@ -25,37 +22,6 @@ from uno.results.classes import OutputClass
 from uno.results.export import export, model_card
 from uno.results.infer import load_classifier, save_model
 from uno.runs import run
-
-RESNET18 = {
-    "model__encoder": "resnet18",
-    "data__stored_size": 16,
-    "augment__large__size": 16,
-}
-
-
-@pytest.mark.release
-@pytest.mark.parametrize("stem", ["cifar", "imagenet"])
-def test_encoder_loads_into_plain_torchvision(tmp_path, stem):
-    model, encoder = (
-        tiny_model(tmp_path, **RESNET18, model__stem=stem),
-        torchvision.models.resnet18(),
-    )
-    if stem == "cifar":  # the two layers that the model card names
-        encoder.conv1 = nn.Conv2d(3, 64, 3, 1, 1, bias=False)
-        encoder.maxpool = nn.Identity()
-    state = safetensors.torch.load(export(model, "encoder"))
-    missing = encoder.load_state_dict(state, strict=False)
-    assert (
-        missing.missing_keys == ["fc.weight", "fc.bias"] and not missing.unexpected_keys
-    )
-    encoder.fc = nn.Identity()
-    images = torch.randn(4, 3, 16, 16)
-    # in the layout that a plain module has: another one rounds differently
-    with torch.inference_mode():
-        plain = model.module.to(memory_format=torch.contiguous_format)
-        expected = plain.encoder(images)
-        torch.testing.assert_close(encoder.eval()(images), expected, rtol=0, atol=1e-6)
-
 
 FOREIGN = """
 import json, sys

@@ -109,14 +109,6 @@ def test_chance_accuracy(counts, num_clusters, chance):
     assert found == pytest.approx(chance, abs=0.02)
 
 
-def test_chance_has_a_generator_of_its_own():
-    np.random.seed(1)
-    first = metrics.chance_accuracy([20, 30], 3)
-    np.random.seed(2)
-    assert metrics.chance_accuracy([20, 30], 3) == first
-    assert metrics.chance_accuracy([20, 30], 3, seed=1) != first
-
-
 @few
 @given(matrices(6))
 @example(np.array([[5]]))

@@ -61,29 +61,23 @@ def test_round_trip(storage, uri):
     assert (found.step, found.config_yaml) == (12, "seed: 0\n")
 
 
-DAMAGE = {
-    "cut": lambda data: data[:-1],
-    "flipped": lambda data: data[:-1] + bytes([data[-1] ^ 1]),
-    "empty": lambda data: b"",
-}
+def damage(storage: Storage, step: int) -> None:
+    """Change the last bit of a checkpoint."""
+    data = storage.read(path(step))
+    storage.write(path(step), data[:-1] + bytes([data[-1] ^ 1]))
 
 
-def damage(storage: Storage, step: int, how: str) -> None:
-    storage.write(path(step), DAMAGE[how](storage.read(path(step))))
-
-
-@pytest.mark.parametrize("how", DAMAGE)
-def test_the_newest_valid_one_is_taken(storage, caplog, how):
+def test_the_newest_valid_one_is_taken(storage, caplog):
     """Kills: the newest name wins, damage in silence. (What is damage:
     tests/uno/data/test_output.py.)
     """
     save(storage, 3, 12, 20)
-    damage(storage, 20, how)
+    damage(storage, 20)
     found = load_newest(storage, "discover")
     assert found.step == 12 and found.tensors["weight"][0, 0] == 12
     assert "step_00000020" in caplog.text
     for step in (3, 12):
-        damage(storage, step, how)
+        damage(storage, step)
     with pytest.raises(
         StorageError,
         match=r"^none of the 3 checkpoints .*discover verifies.*--overwrite.*$",
@@ -125,7 +119,7 @@ def test_a_broken_newer_one_never_costs_the_valid_ones(storage, keep):
     been written meanwhile.
     """
     save(storage, 10, 20, 30)
-    damage(storage, 30, "flipped")
+    damage(storage, 30)
     save(storage, 25, keep=keep)
     assert load_newest(storage, "discover").step == 25
     assert checkpoint_steps(storage, "discover") == (
@@ -150,20 +144,6 @@ def test_a_full_disk_keeps_the_older_ones(storage, monkeypatch):
         save(storage, 10, keep=1)  # a stop right after a save stores the same step
     assert storage.list("checkpoints/discover") == ["step_00000010.safetensors"]
     assert load_newest(storage, "discover").step == 10
-    damage(storage, 10, "flipped")
+    damage(storage, 10)
     save(storage, 10, keep=1)  # one that does not verify is written anew
     assert load_newest(storage, "discover").step == 10
-
-
-def test_a_checkpoint_that_is_written_later_is_of_now(storage):
-    """Kills: one that is there before its lines, one of what training has made of
-    the tensors since.
-    """
-    later, weights = [], torch.zeros(3)
-    save_checkpoint(
-        storage, "discover", Checkpoint(20, {"weights": weights}, ""), later.append
-    )
-    weights += 1
-    assert checkpoint_steps(storage, "discover") == []
-    later[0]()
-    assert load_newest(storage, "discover").tensors["weights"].tolist() == [0, 0, 0]

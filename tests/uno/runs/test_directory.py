@@ -59,23 +59,6 @@ def test_what_does_not_fit_the_run_is_refused(storage):
         directory.begin_run(CONFIG, storage, "print")
 
 
-def test_settings_that_change_no_result_may_change(storage):
-    directory.begin_run(CONFIG, storage, "print")
-    changes = {
-        "output": "elsewhere",
-        "compute.num_workers": 2,
-        "compute.device": "cpu",
-        "compute.threads": 3,
-        "train.log_every": 7,
-        "train.keep_checkpoints": 5,
-        "train.checkpoint_every_epochs": 3,
-        "train.eval_batch_size": 64,
-        "train.report_to": "jsonl",
-        "train.checkpoint_every_minutes": 1,
-    }
-    directory.begin_run(override(CONFIG, changes), storage, "print")
-
-
 DEEP = b"[" * 100_000  # more than Python recurses
 BOMB = b"a: &a {x: 1}\nb: &b {x: *a, y: *a}\nc: {x: *b, y: *b}\n"
 
@@ -92,28 +75,11 @@ def test_damaged_files_of_a_run_are_one_line(storage, name, content):
         directory.begin_run(CONFIG, storage, "print")
 
 
-def test_a_directory_of_something_else_is_left_alone(storage):
-    """Kills: a run written among somebody's files."""
-    storage.write("thesis.tex", b"years of work")
-    with pytest.raises(ConfigError, match=r"no config\.yaml\); .* choose another"):
-        directory.begin_run(CONFIG, storage, "print")
-    assert storage.list() == ["thesis.tex"]
-    with pytest.raises(ConfigError, match="is not a run directory"):
-        directory.require_run(storage)
-
-
 def test_what_a_kill_between_two_writes_leaves_does_not_block_a_directory(storage):
     for name in ("environment.json", ".lock.json.0a1b2c3d", ".config.yaml.0a1b2c3d"):
         storage.write(name, b"{")
     directory.begin_run(CONFIG, storage, "print")
     assert storage.read("config.yaml").decode() == dump_yaml(CONFIG)
-
-
-@pytest.mark.parametrize("content", [b"{", DEEP])
-def test_damaged_results_are_none(storage, content):
-    """The same command computes them again."""
-    storage.write("metrics.json", content)
-    assert directory.read_results(storage) is None
 
 
 def test_what_killed_commands_left_is_deleted_and_nothing_else(storage):

@@ -1,5 +1,5 @@
-"""``uno.load(run).predict(images)``: cheap to import, any kind of image, the numbers
-of ``uno predict``.
+"""``uno.load(run).predict(images)``: any kind of image, the numbers of ``uno
+predict``.
 """
 
 import os
@@ -33,12 +33,7 @@ def model(run):
     return uno.load(run)
 
 
-def test_importing_uno_is_cheap():
-    code = (
-        "import sys, uno; assert 'torch' not in sys.modules and 'numpy' not in"
-        " sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+def test_a_name_that_uno_does_not_have_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = uno.nonsense
 

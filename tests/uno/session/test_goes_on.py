@@ -101,7 +101,9 @@ def test_a_new_name_does_not_open_the_data_for_training(
 def test_a_finished_run_is_shown_evaluated_and_completed_again(
     settings, num_read, tmp_path, capsys, expect_no_work
 ):
-    """Images are read for the evaluation alone. A model that is missing is saved."""
+    """Images are read for the evaluation alone. A model that is missing is saved. A run
+    with other images is refused before they are checked.
+    """
     first = uno.discover(**settings)
     num_read.clear()
     again = uno.discover(**settings | {"quiet": False})
@@ -113,12 +115,6 @@ def test_a_finished_run_is_shown_evaluated_and_completed_again(
     pipeline.evaluate(settings["output"], {})
     again = uno.load(settings["output"])
     assert again.model_hash == first.model_hash and again.metrics == first.metrics
-
-
-def test_a_run_with_changed_images_is_refused_before_they_are_checked(
-    settings, tmp_path
-):
-    uno.discover(**settings)
     (tmp_path / "new" / "03.png").write_bytes(b"broken")
     with pytest.raises(ConfigError, match="other data"):
         uno.discover(**settings)

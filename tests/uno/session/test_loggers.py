@@ -210,15 +210,8 @@ def test_a_run_reports_to_its_loggers(tmp_path, monkeypatch):
     assert not (tmp_path / "run" / "tensorboard").exists()
 
 
-def test_what_is_not_there_is_refused_first(monkeypatch):
-    """Kills: a package that is missed after an hour, a misspelt name that reports to
-    nobody.
-    """
-    with pytest.raises(
-        ConfigError,
-        match="report_to takes tensorboard, wandb, mlflow, jsonl, not 'wand'",
-    ):
-        small_config(train__report_to="wand")
+def test_a_package_that_is_not_there_is_refused_first(monkeypatch):
+    """Kills: a package that is missed after an hour."""
     monkeypatch.setattr(
         loggers.importlib.util, "find_spec", lambda name: name == "json" or None
     )

@@ -41,10 +41,10 @@ def config_of(folder, name="torch"):
     )
 
 
-def load(config, stop=False):
+def load(config):
     task = make_task(read_digits(), config.data)
     found, reasons = load_features(
-        config, task, Storage(config.compute.cache), lambda metrics: None, lambda: stop
+        config, task, Storage(config.compute.cache), lambda metrics: None, lambda: False
     )
     assert not any(reasons)
     return found

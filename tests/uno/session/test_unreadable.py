@@ -130,20 +130,12 @@ def test_a_known_class_without_a_readable_image_is_named(tmp_path):
             {"method": "dtc", "num_novel": 17},
             ["method dtc", "17", "only 16"],
         ),
-        # the directory would be a class without images when the run resumes
-        (
-            "clustering",
-            {},
-            {"output": "known/run"},
-            ["is inside --labeled", "another --output"],
-        ),
     ],
 )
 def test_what_cannot_work_is_refused_before_features_are_computed(
     tmp_path, monkeypatch, kind, written, changes, facts
 ):
     settings = settings_of(kind, tmp_path, **written) | changes
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(features, "cached_features", lambda *_: pytest.fail("late"))
     with pytest.raises(ConfigError) as refused:
         uno.discover(**settings)

@@ -18,7 +18,6 @@ from uno.errors import ConfigError
 from uno.results.export import export
 from uno.session.api import store_embeddings
 from uno.session.configure import from_keywords
-from uno.session.predict import predict
 from uno.session.prepare import check_data
 
 FEW = {
@@ -84,25 +83,14 @@ def test_the_run_lists_bad_rows_and_shows_ids(run):
     assert [row["id"] for row in table if row["status"] == "bad"] == ["row-3", "row-5"]
 
 
-def test_the_same_call_goes_on_and_another_array_does_not(run):
-    model, vectors, _ = run
-    settings = FEW | {"num_novel": 2, "output": model.run, "labels": drawn()[2]}
-    again = uno.discover(embeddings=vectors, **settings)
-    assert again.model_hash == model.model_hash
-    with pytest.raises(ConfigError, match=r"data\.source"):
-        uno.discover(embeddings=vectors + 1, **settings)
-
-
 @pytest.mark.slow
 def test_the_exported_program_takes_vectors(run):
-    """Kills: a program that waits for images; an encoder that is nothing."""
+    """Kills: a program that waits for images."""
     model, vectors, _ = run
     program = torch.export.load(io.BytesIO(export(model._classifier, "pt2"))).module()
     found = program(torch.from_numpy(vectors[6:40])).numpy()
     expected = model.predict(vectors[6:40]).probabilities
     np.testing.assert_allclose(found, expected, atol=1e-5)
-    with pytest.raises(ConfigError, match="no encoder"):
-        export(model._classifier, "encoder")
 
 
 @pytest.mark.parametrize(
@@ -173,11 +161,8 @@ def test_settings_that_do_not_fit_vectors_are_refused(
     assert not (tmp_path / "run").exists()
 
 
-def test_what_does_not_fit_a_model_of_vectors_is_refused(run, tmp_path):
+def test_what_does_not_fit_a_model_of_vectors_is_refused(run):
     model, vectors, _ = run
-    with pytest.raises(ConfigError, match="the data has only vectors"):
-        predict(model.run, {"output": f"{tmp_path}/out"}, embedding=False, folders=True)
-    assert not (tmp_path / "out").exists()
     for images, message in (
         (vectors[:, :5], "of 16 numbers, the data has vectors of 5 numbers"),
         (["a.jpg"], r"must be numbers \(N, D\)"),
