@@ -16,6 +16,7 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -378,8 +379,8 @@ def check_options(options: SweepOptions) -> None:
         ConfigError: The score is ``agreement`` between heads, and a trial could have
             only one head; the score is ``folds``, which hides known classes, and the
             given weights may be trained on these (all weights except for those of a
-            frozen encoder from a file or a library); or the method or the number of
-            epochs leaves nothing to train.
+            frozen encoder from a file or a library); the method or the number of
+            epochs leaves nothing to train; or Optuna is asked for and not installed.
     """
     heads = next((d.ends for d in options.space if d.key == "model.num_heads"), ())
     if options.score == AGREEMENT and min((*heads, num_heads(options.config))) < 2:
@@ -405,6 +406,8 @@ def check_options(options: SweepOptions) -> None:
         raise ConfigError(
             "discover.epochs must be at least 1: trials are compared by their epochs"
         )
+    if options.search == "optuna" and find_spec("optuna") is None:
+        raise ConfigError("--search optuna needs: pip install optuna")
 
 
 def check_plans(options: SweepOptions, folds: list[FoldRows]) -> int:

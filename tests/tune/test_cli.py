@@ -59,11 +59,13 @@ def test_options_are_its_own_and_those_of_a_run():
         ("--data.known-classes first:2", "at least 3"),
         ("--score agreement --model.num-heads 1", "model.num_heads"),
         ("--score agreement --method rs", "model.num_heads"),
+        ("--search optuna", "pip install optuna"),
     ],
 )
 def test_a_mistake_is_refused_before_an_image_is_decoded(
     tmp_path, monkeypatch, words, fact
 ):
+    monkeypatch.setattr(driver, "find_spec", lambda name: None)  # no Optuna
     monkeypatch.setattr(driver, "load_data", lambda *_: pytest.fail("too late"))
     with pytest.raises(ConfigError, match=fact):
         main([*TINY, "--output", str(tmp_path / "s"), *words.split()])
