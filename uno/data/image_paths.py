@@ -129,8 +129,9 @@ class ImagePaths:
         if given.startswith("file://"):
             given = filesystem.normalize_path(given)
         elif self._is_remote:
-            folder = self.root.partition("?")[0].rstrip("/") + "/"
-            given = given.removeprefix(folder)
+            folder = unquote(self.root.partition("?")[0].rstrip("/") + "/")
+            if unquote(given).startswith(folder):
+                given = unquote(given).removeprefix(folder)
         if self._suffix and not given.lower().endswith(self._suffix.lower()):
             given += self._suffix
         return given
