@@ -274,7 +274,9 @@ def read_vectors(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
     views = _group_views(place)
     first, num_views = views[:, 0], views.shape[1]
     labels, truth, split = (
-        encode_column(source, columns[name]) if name in columns else make_unlabeled(num)
+        encode_column(source, columns[name], name=name)
+        if name in columns
+        else make_unlabeled(num)
         for name in ("label", "eval_label", "split")
     )
     require_distinct(source, labels, truth)

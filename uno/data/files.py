@@ -191,20 +191,23 @@ def kind(path: str) -> str:
         )
 
 
-def walk(root: str, follow_links: bool = False) -> Iterator[FileEntry]:
+def walk(
+    root: str, follow_links: bool = False, recursive: bool = True
+) -> Iterator[FileEntry]:
     """Yield the files below ``root`` in the order of their relative paths.
 
-    All folders below ``root`` are searched. Hidden files and folders are left out:
-    their names begin with '.', or are __MACOSX. Links to files and folders inside
-    ``root`` are followed in any case, except that a link to a folder that contains the
-    link is left out, so that loops end. A link to ``root`` itself counts as a link out
-    of ``root``: it is an error without ``follow_links``, and left out with it. A link
-    whose target does not exist is a file of size -1 and time 0. Devices, sockets and
-    the like are left out.
+    All folders below ``root`` are searched, unless ``recursive`` is False. Hidden files
+    and folders are left out: their names begin with '.', or are __MACOSX. Links to
+    files and folders inside ``root`` are followed in any case, except that a link to a
+    folder that contains the link is left out, so that loops end. A link to ``root``
+    itself counts as a link out of ``root``: it is an error without ``follow_links``,
+    and left out with it. A link whose target does not exist is a file of size -1 and
+    time 0. Devices, sockets and the like are left out.
 
     Args:
         root: Local folder or URI.
         follow_links: Whether a link may also lead out of a local ``root``.
+        recursive: False to yield only the files directly in ``root``.
 
     Raises:
         ConfigError: There are more than MAX_ROWS (100 million) files, a folder cannot
@@ -212,14 +215,18 @@ def walk(root: str, follow_links: bool = False) -> Iterator[FileEntry]:
             local ``root`` and ``follow_links`` is False. It is raised when the consumer
             comes to it.
     """
-    files = _walk_remote(root) if is_uri(root) else _walk_local(root, follow_links)
+    files = (
+        _walk_remote(root, recursive)
+        if is_uri(root)
+        else _walk_local(root, follow_links, recursive)
+    )
     for number, file in enumerate(files):
         if number == MAX_ROWS:
             raise ConfigError(f"more than {MAX_ROWS:,} files below {root}")
         yield file
 
 
-def _walk_local(root: str, follow_links: bool) -> Iterator[FileEntry]:
+def _walk_local(root: str, follow_links: bool, recursive: bool) -> Iterator[FileEntry]:
     """Yield the files below a local folder in the order of their relative paths.
 
     Hidden files and folders are left out, and so are devices, sockets and the like. A
@@ -229,6 +236,7 @@ def _walk_local(root: str, follow_links: bool) -> Iterator[FileEntry]:
     Args:
         root: The local folder.
         follow_links: Whether a link may lead out of ``root``.
+        recursive: False to leave out all folders.
 
     Raises:
         ConfigError: A folder cannot be listed, or a link leads out of ``root`` and
@@ -257,7 +265,7 @@ def _walk_local(root: str, follow_links: bool) -> Iterator[FileEntry]:
             # with '/' at its end, a folder is sorted as the files in it
             found = sorted((e.name + "/" * _is_folder(e), e) for e in entries)
         for name, entry in found:
-            if HIDDEN.search(name):
+            if HIDDEN.search(name) or (name.endswith("/") and not recursive):
                 continue
             path = entry.path
             real_path = f"{os.path.realpath(path)}/"
@@ -287,7 +295,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
     return os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir()
 
 
-def _walk_remote(root: str) -> Iterator[FileEntry]:
+def _walk_remote(root: str, recursive: bool) -> Iterator[FileEntry]:
     """Yield the files below a URI in the order of their relative paths.
 
     Hidden files and folders are left out. First the root is listed, then the folders in
@@ -297,6 +305,7 @@ def _walk_remote(root: str) -> Iterator[FileEntry]:
 
     Args:
         root: The URI of the folder.
+        recursive: False to yield only the files directly in it.
 
     Raises:
         ConfigError: A folder cannot be listed.
@@ -334,7 +343,7 @@ def _walk_remote(root: str) -> Iterator[FileEntry]:
                     time = -1 if info.mtime_ns is None else info.mtime_ns
                     path = join(root, relative)
                     found.append(FileEntry(relative, path, info.size, time))
-                elif not info.is_file and not HIDDEN.search(relative):
+                elif recursive and not info.is_file and not HIDDEN.search(relative):
                     folders.append(info.path)
     yield from sorted(found)
 

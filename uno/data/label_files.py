@@ -155,8 +155,9 @@ def with_label_file(rows: Rows, path: str) -> Rows:
     missing = [image for image in given.classes if image not in found]
     if missing:
         what = (
-            f"{path}: {plural(len(missing), 'label')} of images that are not in"
-            f" {rows.source}, e.g. {one_line(repr(missing[0]))}"
+            f"{path}: {plural(len(missing), 'label')} of images that match no row of"
+            f" {rows.source}, several rows, or a row that has a label of this file, e.g."
+            f" {one_line(repr(missing[0]))}"
         )
         if not found:
             example = one_line(repr(rows.ids[0].as_py()))
@@ -217,7 +218,7 @@ def match_images(
     rows_of_name = defaultdict[str, list[tuple[str, int]]](list)
     for row, names in enumerate(zip(ids.to_pylist(), paths(), strict=True)):
         for name in filter(None, names):
-            folder, slash, file = name.rpartition("/")
+            folder, slash, file = name.lstrip("/").rpartition("/")
             for shown in {file, _name_of_upload(file)}:
                 rows_of_name[shown].append((f"/{folder}{slash}{shown}", row))
     taken = {*found.values()}

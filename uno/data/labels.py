@@ -82,7 +82,7 @@ def encode_labels(
 
 
 def encode_column(
-    source: str, column: Any, declared: Sequence[str] = ()
+    source: str, column: Any, declared: Sequence[str] = (), name: str = "label"
 ) -> pa.DictionaryArray:
     """Return the class of every row of an Arrow column of labels.
 
@@ -97,6 +97,7 @@ def encode_column(
         declared: Names of the classes 0, 1, ... if the source's metadata has them. They
             replace labels that are numbers, not labels that are text. Empty if there
             are none; the class of 0 is then named ``0``.
+        name: The name of the column, as error messages have it.
 
     Returns:
         The labels, a dictionary array (N,) with the names of the classes in the order
@@ -118,7 +119,7 @@ def encode_column(
     ):
         fix = "cast it to text or whole numbers"
         raise ConfigError(
-            f"{source}: column label must hold names or numbers, not {column.type};"
+            f"{source}: column {name} must hold names or numbers, not {column.type};"
             f" {fix}"
         )
     kind = pa.float64() if pa.types.is_float16(kind) else kind

@@ -30,6 +30,7 @@ FOOTERS = 16  # the number of footers that are read at once
 READ_ROWS = 512  # rows of a row group that are read at a time for predictions
 READ_BYTES = {False: 2**20, True: 2**23}
 """Whether a file is remote -> the number of bytes that are read at once for that."""
+LARGE_GROUP_BYTES = 2**30  # a row group of images that may not fit into one Arrow array
 RECENT_GROUPS = 2  # row groups that are kept in memory after a part of them was read
 VIEWS = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
 """Arrow's newer types of text and bytes -> the types that they are cast to."""
@@ -198,14 +199,20 @@ class ParquetImages(Images):
             group: Number of the row group, counted over all files.
 
         Returns:
-            An Arrow array of the column's type: bytes or struct<bytes, path>, which may
-            be dictionary encoded.
+            An Arrow array of bytes or struct<bytes, path>. It has the column's type,
+            which may be dictionary encoded. For a large row group it is a plain type
+            with offsets of 64 bits instead.
 
         Raises:
             ConfigError: The file is damaged or cannot be read.
         """
         shard, number = self._groups[group]
-        return shard.read([self.column], number)[self.column].combine_chunks()
+        size = shard.column_bytes(number, self.column, uncompressed=True)
+        if size < LARGE_GROUP_BYTES:
+            return shard.read([self.column], number)[self.column].combine_chunks()
+        parts = [batch.column(0) for batch in shard.batches(self.column, number)]
+        kind = _with_long_offsets(plain_type(parts[0].type))
+        return pa.concat_arrays([part.cast(kind) for part in parts])
 
     def split_rows(self, rows: np.ndarray, size: int) -> Iterator[Images]:
         """Yield the images of some rows in parts, in the order of ``rows``.
@@ -472,14 +479,15 @@ class ParquetShard:
                 " its footer"
             )
 
-    def column_bytes(self, group: int, column: str) -> int:
-        """Return the stored, compressed size of a column in a row group, in bytes.
+    def column_bytes(self, group: int, column: str, uncompressed: bool = False) -> int:
+        """Return the stored size of a column in a row group, in bytes.
 
         The footer tells it. The fields of a struct are added up.
 
         Args:
             group: Number of the row group in the file.
             column: Name of the column. The size is 0 for a name that the file lacks.
+            uncompressed: Whether the size is that before compression.
 
         Raises:
             ConfigError: The footer is damaged or cannot be read.
@@ -488,7 +496,10 @@ class ParquetShard:
         chunks = (row_group.column(i) for i in range(row_group.num_columns))
         with self.errors(f"row group {group} of"):
             own = (c for c in chunks if f"{c.path_in_schema}.".startswith(f"{column}."))
-            return sum(c.total_compressed_size for c in own)
+            return sum(
+                c.total_uncompressed_size if uncompressed else c.total_compressed_size
+                for c in own
+            )
 
     def holds_only_paths(self, column: str) -> bool:
         """Return whether ``bytes`` is null in all rows of a column of images.
@@ -499,21 +510,22 @@ class ParquetShard:
 
         Args:
             column: Name of a column struct<bytes, path>. The result is False for a
-                column of another type, and for a name that the file lacks.
+                column without one of these fields, and for a name that the file lacks.
 
         Raises:
             ConfigError: The footer is damaged or cannot be read.
         """
-        num_nulls = 0
+        num_nulls, has_path = 0, False
         with self.errors():
             for number in range(self.metadata.num_row_groups):
                 group = self.metadata.row_group(number)
                 for chunk in map(group.column, range(group.num_columns)):
+                    has_path |= chunk.path_in_schema == f"{column}.path"
                     if chunk.path_in_schema == f"{column}.bytes":
                         found = chunk.statistics
                         is_known = found is not None and found.has_null_count
                         num_nulls += found.null_count if is_known else 0
-        return 0 < num_nulls == self.metadata.num_rows
+        return has_path and 0 < num_nulls == self.metadata.num_rows
 
     def batches(self, column: str, group: int) -> Iterator[Any]:
         """Yield a column of a row group in batches of at most 512 rows.
@@ -642,6 +654,20 @@ def plain_type(kind: Any) -> Any:
     """
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     return VIEWS.get(kind, kind)
+
+
+def _with_long_offsets(kind: Any) -> Any:
+    """Return the Arrow type of a column of images with offsets of 64 bits.
+
+    An array with offsets of 32 bits cannot hold more than 2 GiB.
+
+    Args:
+        kind: A type of bytes, or struct<bytes, path>.
+    """
+    if not pa.types.is_struct(kind):
+        return pa.large_binary()
+    long = {pa.binary(): pa.large_binary(), pa.string(): pa.large_string()}
+    return pa.struct([(f.name, long.get(f.type, f.type)) for f in kind])
 
 
 def without_views(table: Any) -> Any:

@@ -104,7 +104,7 @@ def read_parquet(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
         raise ConfigError(f"{source}: no rows")
     labels, truth = (
         (
-            encode_column(source, table[c], class_names)
+            encode_column(source, table[c], class_names, name=c)
             if c in table.column_names
             else None
         )
@@ -135,7 +135,7 @@ def read_parquet(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
         ids,
         images,
         make_unlabeled(len(table)) if labels is None else labels,
-        splits_in(source, encode_column(source, table["split"])),
+        splits_in(source, encode_column(source, table["split"], name="split")),
         source,
         class_names,
         next((part.known for part in parts if part.known), ()),
@@ -316,10 +316,13 @@ def read_named_columns(
         types that :meth:`ParquetShard.read` gives them.
 
     Raises:
-        ConfigError: The file is damaged, or one of these columns cannot be text.
+        ConfigError: The file is damaged, one of these columns cannot be text, or any
+            two columns of the file have the same name.
     """
-    wanted = {*names.values()}
-    found = shard.read([name for name in shard.schema.names if name in wanted])
+    wanted, present = {*names.values()}, shard.schema.names
+    if len(set(present)) < len(present):
+        raise ConfigError(f"{shard.path}: two columns have one name")
+    found = shard.read([name for name in present if name in wanted])
     columns = {ours: found[c] for ours, c in names.items() if c in found.column_names}
     with shard.errors():
         for ours in {"id", "split", "path", "text"}.intersection(columns):
@@ -343,13 +346,11 @@ def _image_column(path: str, own: Mapping[str, str], columns: Sequence[str]) -> 
 
     Raises:
         ConfigError: The user names no such column and none has a name of
-            :data:`IMAGE_COLUMNS`; or any two columns have the same name.
+            :data:`IMAGE_COLUMNS`.
     """
     image = own.get("image") or next((c for c in IMAGE_COLUMNS if c in columns), None)
     if image is None:
         raise ConfigError(f"{path}: {need_of_images(columns, IMAGE_COLUMNS)}")
-    if len(set(columns)) < len(columns):
-        raise ConfigError(f"{path}: two columns have one name")
     return image
 
 

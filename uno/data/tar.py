@@ -13,7 +13,6 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import product
 from typing import Any
@@ -26,7 +25,7 @@ from uno.data import files as filesystem
 from uno.data.columns import joined
 from uno.data.files import FileEntry, full_path, is_uri, valid_text
 from uno.data.images import Image, Images
-from uno.data.labels import encode_labels
+from uno.data.labels import encode_labels, require_distinct
 from uno.data.rows import DEFAULT_OPTIONS, ReadOptions, Rows, split_of
 from uno.data.tar_index import ShardContent, index_shards, shown
 from uno.errors import ConfigError
@@ -206,6 +205,7 @@ def read_tar(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
         _decode_labels(images.field("label")),
         name_row=lambda row: str(ids[row]),
     )
+    require_distinct(source, labels)
     in_folders = pa.compute.any(pa.compute.match_substring(images.field("key"), "/"))
     has_no_label = not options.images_only and labels.null_count == len(labels)
     if has_no_label and in_folders.as_py():
@@ -408,10 +408,11 @@ def _match_pattern(pattern: str, follow_links: bool) -> list[FileEntry]:
         base = path.partition("?")[0] if is_uri(path) else path
         below_root = base[root_length : base.rfind("/") + 1]
         if "*" in name:
+            matching = re.compile(".*".join(map(re.escape, name.split("*"))))
             shards += [
                 file._replace(relative=below_root + file.relative)
-                for file in filesystem.walk(folder, follow_links)
-                if "/" not in file.relative and fnmatchcase(file.relative, name)
+                for file in filesystem.walk(folder, follow_links, recursive=False)
+                if matching.fullmatch(file.relative)
             ]
         else:
             size, time = filesystem.stat_of(path)
