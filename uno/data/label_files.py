@@ -156,8 +156,8 @@ def with_label_file(rows: Rows, path: str) -> Rows:
     if missing:
         what = (
             f"{path}: {plural(len(missing), 'label')} of images that match no row of"
-            f" {rows.source}, several rows, or a row that has a label of this file, e.g."
-            f" {one_line(repr(missing[0]))}"
+            f" {rows.source}, several rows, or a row that has a label of this file,"
+            f" e.g. {one_line(repr(missing[0]))}"
         )
         if not found:
             example = one_line(repr(rows.ids[0].as_py()))
