@@ -30,7 +30,8 @@ def encode_labels(
     """Return the class of every row of a source, by one rule for all sources.
 
     - None, NaN, ``pandas.NA`` and blank text are no label.
-    - Text is the name of a class. Booleans are the classes ``True`` and ``False``.
+    - Text is the name of a class, with any spaces around it. Booleans are the classes
+      ``True`` and ``False``.
     - Whole numbers are classes: 0 and 0.0 are both ``0``. A negative whole number is no
       label.
     - Other numbers are refused.
@@ -40,7 +41,8 @@ def encode_labels(
 
     Args:
         source: The source, as error messages name it.
-        values: The label of each of N rows, as its reader found it.
+        values: The label of each of N rows, as its reader found it. A scalar of NumPy
+            or PyTorch counts as its Python value.
         declared: Names of the classes 0, 1, ... if the source's metadata has them. They
             replace labels that are numbers, not labels that are text.
         name_row: Returns how error messages name a row, given its number.
@@ -93,7 +95,8 @@ def encode_column(
 
     Args:
         source: The source, as error messages name it.
-        column: An Arrow array or chunked array of N labels.
+        column: An Arrow chunked array of N labels, such as a column of a table. Its
+            values may be dictionary encoded.
         declared: Names of the classes 0, 1, ... if the source's metadata has them. They
             replace labels that are numbers, not labels that are text. Empty if there
             are none; the class of 0 is then named ``0``.

@@ -56,7 +56,8 @@ def parquet_files(
 ) -> tuple[str, list[filesystem.FileEntry]]:
     """Find the Parquet files of a source.
 
-    Names decide, and no Parquet file is opened. In a folder, ``pack.json`` is read.
+    Names decide, and no Parquet file is opened. In a folder, ``pack.json`` directly in
+    it is read, if it is there.
 
     Args:
         path: Path or URI of a Parquet file, whatever its ending, or of a folder. In a
@@ -65,16 +66,19 @@ def parquet_files(
         follow_links: Whether links may lead out of the folder.
 
     Returns:
-        The folder that holds them all, which for a single file is the folder that the
-        file is in; and the files in the order of their paths. Each has its path
-        relative to that folder, its full path, its size in bytes and its modification
-        time, which are looked up for remote files, too.
+        The folder that holds them all: ``path``, or for a single file the folder that
+        the file is in; and the files in the order of their paths. Each has its path
+        relative to that folder, the path or URI with which it can be opened (a local
+        one may be relative to the current directory), its size in bytes and its
+        modification time in ns since 1970. Size and time are looked up for remote
+        files, too; a time that the storage does not tell is -1.
 
     Raises:
         ConfigError: ``path`` is missing, is a folder without Parquet files, or is an
-            unfinished pack: ``pack.json`` in it has ``finished`` false. Also if a
-            folder or ``pack.json`` cannot be read, a link leads out of the folder
-            and ``follow_links`` is False, or there are more than MAX_ROWS files.
+            unfinished pack: ``pack.json`` directly in it has ``finished`` false. Also
+            if a folder or ``pack.json`` cannot be read, the storage cannot be reached,
+            a link leads out of the folder and ``follow_links`` is False, or there are
+            more than MAX_ROWS (100 million) files of any kind.
     """
     if filesystem.kind(path) == "file":
         root, name = filesystem.split(path)
@@ -166,7 +170,7 @@ class ParquetImages(Images):
         Every row group is read at most once in a call. If only some of its rows are
         needed, it is kept for later calls, or taken from memory if an earlier call kept
         it; the two such row groups that were used last are kept. A row group whose rows
-        are all needed is read from its file and not kept.
+        are all needed is read from its file in any case, and not kept.
 
         Args:
             rows: Row numbers, int64 (n,).
@@ -248,7 +252,8 @@ class ParquetImages(Images):
         """Yield the image column of some rows, in their order and in several pieces.
 
         A piece has the wanted rows among at most 512 consecutive rows of a row group,
-        which are read together. There is no piece where no row is wanted.
+        which are read together. There is no piece where no row is wanted. A row group
+        is read only up to the 512 rows that hold its last wanted one.
 
         Args:
             rows: Row numbers in ascending order, int64 (n,).
