@@ -287,7 +287,7 @@ def run_on_ray(run: Run, show: Show) -> dict[str, float]:
         resources = nodes.wait_for_resources(config, stopping.is_set)
         nodes.check_shares(config, resources)
         if streams:
-            workarounds.start_coordinator()
+            workarounds.start_shared_actors()
             resources = nodes.with_decoding(config, resources)
         images, reasons, found = None, None, None
         if trains_on_features(config):
