@@ -565,7 +565,7 @@ def _turn_to_rgb(picture: Pillow.Image, value_range: Range | None) -> Pillow.Ima
     Transparent pixels are blended with white, but not in gray pictures of more than 8
     bits. Pixels are turned before they are resized, because rounding depends on the
     order. The orientation is read after the pixels, because in a PNG it may stand
-    behind them. Pixels with broken metadata are not turned.
+    behind them. A picture whose orientation cannot be read is not turned.
 
     Args:
         picture: An opened picture. It is decoded and turned in place, and returned

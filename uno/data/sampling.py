@@ -108,8 +108,9 @@ def make_plan(
             and B_u.
 
     Returns:
-        The plan, with the sizes B_l and B_u, the number of batches in an epoch, and the
-        stream :data:`LABELED`. Rows that do not fill a batch are left out of an epoch.
+        The plan, with the sizes B_l and B_u, the number of batches in an epoch, and
+        :data:`LABELED` as the random stream that orders the labeled rows and draws
+        their views. Rows that do not fill a batch are left out of an epoch.
 
     Raises:
         ConfigError: There are no labeled or no unlabeled rows. Or the batch size does

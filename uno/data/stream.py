@@ -127,13 +127,13 @@ class StreamedImages:
             sample, int64 (b,). The second is a function. It takes such positions of
             some batches, and yields for each of them the decoded images of its rows,
             uint8 (b, 3, S, S), and bool (b,), which rows could be read. The images of
-            the others are black, and these rows are not recorded. Nothing is read
-            before its result is iterated over, which raises a ConfigError if a file
-            with many images cannot be read, and a StorageError if an image's file
-            cannot be read now, but perhaps later. All rows of a batch are of one kind,
-            except if images are stored in groups: the batches then have all rows in the
-            order of their row numbers, so that rows of one group are read one after the
-            other.
+            the others are black, and these rows are not added to the list of
+            unreadable images. Nothing is read before its result is iterated over, which
+            raises a ConfigError if a file with many images cannot be read, and a
+            StorageError if an image's file cannot be read now, but perhaps later. All
+            rows of a batch are of one kind, except if images are stored in groups: the
+            batches then have all rows in the order of their row numbers, so that rows
+            of one group are read one after the other.
         """
         numbers = np.concatenate(kinds)
         positions = np.arange(len(numbers))
@@ -152,7 +152,7 @@ class StreamedImages:
         ) -> Iterator[tuple[Tensor, np.ndarray]]:
             """Yield the pixels of each batch, and which of its rows are readable.
 
-            Unreadable rows are not recorded.
+            Unreadable rows are not added to the list of unreadable images.
 
             Args:
                 batches: Positions of the rows of each batch in the sample, int64 (b,).
@@ -266,9 +266,10 @@ class StreamSet:
             of their row numbers. The second is a function. It takes such positions of
             some batches, and yields for each of them the decoded images of its rows,
             uint8 (b, 3, S, S), on the CPU, and bool (b,), which rows could be read. The
-            images of the others are black, and these rows are not recorded. Iterating
-            raises a ConfigError if a file with many images cannot be read, and a
-            StorageError if an image's file cannot be read now, but perhaps later.
+            images of the others are black, and these rows are not added to the list of
+            unreadable images. Iterating raises a ConfigError if a file with many images
+            cannot be read, and a StorageError if an image's file cannot be read now,
+            but perhaps later.
         """
         kinds = [self.labeled[chosen[0]], self.unlabeled[chosen[1]]]
         return self.source.plan_reading(kinds, batch_size)
@@ -832,9 +833,10 @@ class StreamedEvalSet(EvalRows):
             sample, int64 (b,). The second is a function. It takes such positions of
             some batches, and yields for each of them the decoded images of its rows,
             uint8 (b, 3, S, S), on the CPU, and bool (b,), which rows could be read. The
-            images of the others are black, and these rows are not recorded. Iterating
-            raises a ConfigError if a file with many images cannot be read, and a
-            StorageError if an image's file cannot be read now, but perhaps later.
+            images of the others are black, and these rows are not added to the list of
+            unreadable images. Iterating raises a ConfigError if a file with many images
+            cannot be read, and a StorageError if an image's file cannot be read now,
+            but perhaps later.
         """
         index = self.index.numpy()
         return self.source.plan_reading([index[rows] for rows in chosen], batch_size)

@@ -341,7 +341,7 @@ def _read_images(path: str, start: np.ndarray, end: np.ndarray) -> list[bytes]:
         end: Position after the last byte of each range, int64 (n,).
 
     Returns:
-        The bytes of each range, fewer where the shard ends before the range does.
+        The bytes of each range, fewer if the shard ends inside it.
 
     Raises:
         ConfigError: The shard cannot be read.
