@@ -55,9 +55,10 @@ class ImagePaths:
         First ``file://`` or the URI of a remote folder is removed from the path, and a
         missing ``image_suffix`` is added. The result is the first spelling. If there is
         no such file in the local folder, five other spellings are tried, unless the
-        path begins with a Windows drive: without white space at its ends, with slashes
-        in place of backslashes, and then percent-decoded, in Unicode form NFC or in
-        NFD. In remote storage no other spelling is tried, and no file is looked up.
+        path begins with a Windows drive: the first one without white space at its ends;
+        the first one with slashes in place of backslashes; and the one with slashes
+        percent-decoded, in Unicode form NFC, or in NFD, each of these three alone. In
+        remote storage no other spelling is tried, and no file is looked up.
 
         Args:
             given: The path as the table has it.

@@ -480,12 +480,14 @@ def rows_of_table(
 
     Returns:
         The rows in the order of the table, with the notes of the table and, if it has
-        no column of labels, a note that suggests one (not with ``images_only``).
-        ``eval_labels`` is None without a column eval_label.
+        no column of labels, a note that suggests one of its other columns. There is no
+        such note with ``images_only``, or if every column is used for something else,
+        such as path or id. ``eval_labels`` is None without a column eval_label.
 
     Raises:
         ConfigError: The table lacks the column of images or one that
-            ``options.columns`` names, or has no rows; a label, split or path cannot be
+            ``options.columns`` names (with ``images_only`` those for label, split and
+            eval_label may be missing), or has no rows; a label, split or path cannot be
             used; two ids are equal, or two class names differ only in spelling; a row
             has no path (without ``images_only``); a column has almost the name label,
             split or eval_label (see :func:`check_names`); or rows have paths, but none
