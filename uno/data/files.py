@@ -877,9 +877,10 @@ class Storage:
             max_bytes: Largest size in bytes; None for any size.
 
         Raises:
-            StorageError: The name exists but cannot be read, is that of a directory or
-                a special file, or is a file larger than ``max_bytes``; or the storage
-                cannot be reached.
+            StorageError: The name exists but cannot be read, is that of a local
+                directory or a special file, or is a file larger than ``max_bytes``; or
+                the storage cannot be reached. In an object store a directory counts as
+                a file that does not exist.
         """
         with (
             self._errors("read", name),

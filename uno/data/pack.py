@@ -274,9 +274,9 @@ def pack(
     """Write a data set as Parquet shards, or complete a pack that was interrupted.
 
     Rows are shuffled, the same way at every call. Shards that an earlier call wrote are
-    kept. Missing ones, and those whose footer cannot be read, are written. Before that,
-    ``pack.json`` is written with ``finished`` false. At the end it is written with
-    ``finished`` true. It says what the pack is made from (the fingerprint and the
+    kept. Missing ones, and those whose footer cannot be read, are written; if there are
+    any, ``pack.json`` is first written with ``finished`` false. At the end it is
+    written with ``finished`` true in any case. It says what the pack is made from (the fingerprint and the
     number of rows, ``shard_bytes``, a hash of the labels and the names of all shards),
     and at the end how many rows are packed and left out. Temporary files of killed
     processes in a local directory are deleted. Unreadable images are left out of the

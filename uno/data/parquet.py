@@ -169,8 +169,9 @@ class ParquetImages(Images):
 
         Every row group is read at most once in a call. If only some of its rows are
         needed, it is kept for later calls, or taken from memory if an earlier call kept
-        it; the two such row groups that were used last are kept. A row group whose rows
-        are all needed is read from its file in any case, and not kept.
+        it; the two such row groups that were used last are kept. A row group from
+        which as many rows are asked for as it has, repeated ones counted again, is read
+        from its file in any case, and not kept.
 
         Args:
             rows: Row numbers, int64 (n,).
