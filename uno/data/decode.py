@@ -725,8 +725,9 @@ def read_encoded(image: bytes | str) -> bytes:
         image: Encoded bytes, or the path or URI of a file.
 
     Raises:
-        BadImage: ``image`` is a :class:`~uno.data.images.MissingImage`, which stands for
-            a row without an image, or the file cannot be read. Bytes that are empty are returned as they are.
+        BadImage: ``image`` is a :class:`~uno.data.images.MissingImage`, which stands
+            for a row without an image, or the file cannot be read. Bytes that are empty
+            are returned as they are.
         StorageError: The image's file cannot be read now, but perhaps later.
     """
     if isinstance(image, MissingImage):

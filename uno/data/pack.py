@@ -276,12 +276,12 @@ def pack(
     Rows are shuffled, the same way at every call. Shards that an earlier call wrote are
     kept. Missing ones, and those whose footer cannot be read, are written; if there are
     any, ``pack.json`` is first written with ``finished`` false. At the end it is
-    written with ``finished`` true in any case. It says what the pack is made from (the fingerprint and the
-    number of rows, ``shard_bytes``, a hash of the labels and the names of all shards),
-    and at the end how many rows are packed and left out. Temporary files of killed
-    processes in a local directory are deleted. Unreadable images are left out of the
-    shards, however many they are. If there are any, they are listed in
-    ``bad_samples.jsonl`` in the directory, those of kept shards included.
+    written with ``finished`` true in any case. It says what the pack is made from (the
+    fingerprint and the number of rows, ``shard_bytes``, a hash of the labels and the
+    names of all shards), and at the end how many rows are packed and left out.
+    Temporary files of killed processes in a local directory are deleted. Unreadable
+    images are left out of the shards, however many they are. If there are any, they are
+    listed in ``bad_samples.jsonl`` in the directory, those of kept shards included.
 
     Args:
         rows: The N rows to write.
