@@ -21,6 +21,7 @@ from uno.session.console import in_main_thread, print_line
 from uno.text import plural
 
 POLL_S = 0.5
+END_S = 10.0  # for a function of Ray to end when the connection will be closed
 # of a task of Ray Data: Ray rounds what workers take, and may leave a little less than
 # one
 TASK_CPUS = 0.9
@@ -238,7 +239,9 @@ def cluster_address() -> str | None:
 
 
 def in_thread(
-    function: Callable[[], T], on_poll: Callable[[], None] = lambda: None
+    function: Callable[[], T],
+    on_poll: Callable[[], None] = lambda: None,
+    end: Callable[[], None] = lambda: None,
 ) -> T:
     """Call a function in a new thread, wait for it, and return its result.
 
@@ -249,7 +252,10 @@ def in_thread(
         function: The function. An error that it raises is raised here.
         on_poll: Is called without arguments in the calling thread every half second
             during the wait, and when the function has ended. An error that it raises
-            ends the wait, but not the thread. By default nothing is called.
+            ends the wait. By default nothing is called.
+        end: Is called if the wait ends by an error, such as Ctrl-C, to make the
+            function end. It then has 10 s. A thread that waits for Ray when the
+            connection is closed ends the process by a segmentation fault.
     """
     result: Future[T] = Future()
 
@@ -261,9 +267,14 @@ def in_thread(
             result.set_exception(error)
 
     threading.Thread(target=body, name="uno-ray", daemon=True).start()
-    while not result.done():
-        wait([result], POLL_S)
-        on_poll()
+    try:
+        while not result.done():
+            wait([result], POLL_S)
+            on_poll()
+    except BaseException:
+        end()
+        wait([result], END_S)
+        raise
     return result.result()
 
 

@@ -5,6 +5,7 @@ rules of :mod:`pipelines.failures` end a run that no other group could continue.
 driver learns what happens by :class:`Messages`.
 """
 
+import gc
 import logging
 import os
 import threading
@@ -287,7 +288,7 @@ def run_on_ray(run: Run, show: Show) -> dict[str, float]:
         resources = nodes.wait_for_resources(config, stopping.is_set)
         nodes.check_shares(config, resources)
         if streams:
-            workarounds.start_coordinator()
+            workarounds.start_shared_actors()
             resources = nodes.with_decoding(config, resources)
         images, reasons, found = None, None, None
         if trains_on_features(config):
@@ -404,7 +405,9 @@ def run_workers(
                 "stopped while waiting for nodes; resume with the same command"
             )
 
-    outcome = ray_env.in_thread(partial(fit, config, resources, loop), poll)
+    outcome = ray_env.in_thread(
+        partial(fit, config, resources, loop), poll, end_controllers
+    )
     storage.delete(RAY_FOLDER)
     if "interrupted" in outcome:
         raise Interrupted(outcome["interrupted"])
@@ -412,6 +415,20 @@ def run_workers(
         again = "stopped before the run was finished; resume with the same command"
         raise Interrupted(again if run.phases else "stopped; nothing was changed")
     return outcome["metrics"]
+
+
+def end_controllers() -> None:
+    """Kill the controllers of Ray Train that this process has started.
+
+    The thread that waits for one, in :func:`fit`, then gets an error and ends. Ray
+    Train gives nobody the handle of its controller, so it is searched for among all
+    objects of this process.
+    """
+    import ray
+
+    for each in gc.get_objects():
+        if type(each) is ray.actor.ActorHandle and "TrainController" in repr(each):
+            ray.kill(each)
 
 
 def fit(

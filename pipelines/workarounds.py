@@ -66,15 +66,16 @@ def cluster_of_helpers() -> Iterator[None]:
             os.environ["RAY_ADDRESS"] = before
 
 
-def start_coordinator() -> None:
-    """Start Ray Data's coordinator on this node, unless the cluster has one already.
+def start_shared_actors() -> None:
+    """Start Ray Data's detached actors on this node, unless the cluster has them.
 
-    Ray Data has one detached actor for all executions of a cluster, and binds it to the
-    node of the process that needs it first. Where that is a training worker, the loss
-    of its node ends all executions of that moment with an ActorUnschedulableError, also
-    those of other jobs (ray-project/ray#62260). Therefore the driver, whose node is
-    usually the head, calls this before it starts workers that stream. If Ray has
-    renamed what this uses, the first worker that streams decides.
+    Ray Data has a coordinator and a tracker of actors for all executions of a cluster,
+    and binds each to the node of the process that needs it first. Where that is a
+    training worker, the loss of its node ends all executions of that moment, and all
+    later ones, with an ActorUnschedulableError, also those of other jobs
+    (ray-project/ray#62260). Therefore the driver, whose node is usually the head, calls
+    this before it starts workers that stream. If Ray has renamed what this uses, the
+    first worker that streams decides.
     """
     with suppress(*GONE):
         from ray.data._internal.cluster_autoscaler import (
@@ -82,6 +83,10 @@ def start_coordinator() -> None:
         )
 
         coordinator.get_or_create_autoscaling_coordinator()
+    with suppress(*GONE):
+        from ray.data._internal.execution import node_trackers
+
+        node_trackers.get_or_create_actor_location_tracker()
 
 
 def current_cluster() -> str | None:

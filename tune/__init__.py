@@ -11,7 +11,7 @@ SCORES = {
         " ones, each a mean over heads"
     ),
     AGREEMENT: (
-        "mean clustering agreement of all pairs of heads on the unlabeled images, no"
-        " labels"
+        "mean clustering agreement of all pairs of heads on the unlabeled images (in"
+        " the GCD setting those that a head finds new), no labels"
     ),
 }

@@ -16,6 +16,7 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,7 @@ from uno.data import output
 from uno.data.decode import ok_mask
 from uno.data.files import Storage, split
 from uno.data.sampling import largest_batch
-from uno.data.splits import Task
+from uno.data.splits import Task, decide_setting
 from uno.encoders.build import code_of
 from uno.encoders.weights import PRETRAINED, PRETRAINED_FILE, is_file
 from uno.errors import ConfigError, Interrupted, NumericsError, StorageError
@@ -165,13 +166,15 @@ def run_sweep(options: SweepOptions) -> None:
         ):
             data = load_data(options, task, own_weights)
         options, folds, num_epochs = plan_folds(options, data, asked)
-        if own_weights is not None:  # trials read them there
-            kept = {"model.weights": storage.below(PRETRAINED_FILE)}
-            options = options._replace(config=override(options.config, kept))
         open_sweep(options, claim.storage, task.rows.fingerprint, num_epochs)
         directory.begin_images(claim.storage, task.rows)
-        if own_weights is not None and not claim.storage.exists(PRETRAINED_FILE):
-            claim.storage.write(PRETRAINED_FILE, own_weights)
+        if own_weights is not None:
+            if not claim.storage.exists(PRETRAINED_FILE):
+                claim.storage.write(PRETRAINED_FILE, own_weights)
+            # Trials read them there. sweep.yaml keeps what the user asked for, so that
+            # a sweep may be moved.
+            kept = {"model.weights": storage.below(PRETRAINED_FILE)}
+            options = options._replace(config=override(options.config, kept))
         ended = [
             t
             for t in records.read_trials(claim.storage)
@@ -376,8 +379,8 @@ def check_options(options: SweepOptions) -> None:
         ConfigError: The score is ``agreement`` between heads, and a trial could have
             only one head; the score is ``folds``, which hides known classes, and the
             given weights may be trained on these (all weights except for those of a
-            frozen encoder from a file or a library); or the method or the number of
-            epochs leaves nothing to train.
+            frozen encoder from a file or a library); the method or the number of
+            epochs leaves nothing to train; or Optuna is asked for and not installed.
     """
     heads = next((d.ends for d in options.space if d.key == "model.num_heads"), ())
     if options.score == AGREEMENT and min((*heads, num_heads(options.config))) < 2:
@@ -403,6 +406,8 @@ def check_options(options: SweepOptions) -> None:
         raise ConfigError(
             "discover.epochs must be at least 1: trials are compared by their epochs"
         )
+    if options.search == "optuna" and find_spec("optuna") is None:
+        raise ConfigError("--search optuna needs: pip install optuna")
 
 
 def check_plans(options: SweepOptions, folds: list[FoldRows]) -> int:
@@ -493,7 +498,9 @@ def open_sweep_data(options: SweepOptions) -> tuple[SweepOptions, Task]:
     """Derive the settings that the user left open, from the data of the sweep.
 
     A new sweep derives them from a sample of its images (such as the image size), and
-    they count as given by the user, so that ``best.yaml`` has them. A sweep that exists
+    they count as given by the user, so that ``best.yaml`` has them. With the score
+    ``agreement`` so does a ``data.setting`` of "auto"; the folds of the score ``folds``
+    have no known class among their unlabeled rows, and need none. A sweep that exists
     keeps the settings that it has stored. Whether images are kept in memory is decided
     here, too, and a grid search gets its number of trials: the number of combinations,
     plus 1 for the given configuration. For a new sweep, lines about these decisions are
@@ -517,6 +524,12 @@ def open_sweep_data(options: SweepOptions) -> tuple[SweepOptions, Task]:
         config = keep_derived(config, given, stored)
     task = read_task(override(config, {"data.loading": "streaming"}).data)
     if began is None:
+        if options.score == AGREEMENT:
+            # the rows to discover are those of the run, so the run's rule decides
+            setting, reason = decide_setting(config, task.rows.known)
+            config = override(config, {"data.setting": setting})
+            given = given | {"data.setting": setting}
+            print_line(reason)
         values, lines = derive_settings(config, given, task)
         config, given = override(config, values), values | given
         for line in (*lines, *(f"warning: {line}" for line in task.rows.warnings)):

@@ -9,7 +9,8 @@ score, and its score saturates on the easier problem of a fold. (This was decide
 digits with true labels, on 8 configurations.) Unlabeled and test rows take no part.
 
 ``agreement`` uses the real problem: it is the agreement of all pairs of heads on the
-unlabeled rows. No score sees a true label of a novel class.
+unlabeled rows, in the GCD setting on those that a head does not assign to a known
+class. No score sees a true label of a novel class.
 """
 
 import math
@@ -364,8 +365,9 @@ def measure(
         cluster loss, and ``known_avg`` and ``novel_avg`` are means over heads; an
         accuracy is left out if no scored row has such a class. ``loss`` is the cluster
         loss of the best head. The score ``agreement`` adds ``agreement`` 0-1. ``rows``
-        is the number of rows of which the score is a share: the unlabeled rows for
-        ``agreement``, and the scored rows with a class for ``folds``.
+        is the number of rows of which the score is a share: the scored rows with a
+        class for ``folds``, and the unlabeled rows for ``agreement``, although in the
+        GCD setting the score leaves some of these out.
     """
     model, train, truth = state.model.eval(), fold.train, fold.scored.truth
     num_true = max(train.num_known, int(truth.max()) + 1)
@@ -435,30 +437,45 @@ def _assign_clusters(model: UnoModel, images: Tensor, config: Config) -> Tensor:
     Args:
         model: The model, in eval mode.
         images: B images, or their features, as :func:`uno.model.forward` takes them.
-        config: The configuration of the trial.
+        config: The configuration of the trial. In the GCD setting known classes compete
+            with the clusters.
 
     Returns:
-        Cluster indices, int64 (H, B) for H heads, on the CPU.
+        Cluster indices, int64 (H, B) for H heads, on the CPU. In the GCD setting it is
+        -1 where a known class is more likely than every cluster of the head.
     """
-    novel = forward(model, images, config).novel
-    assert novel is not None
-    return novel[0].argmax(dim=-1).cpu()
+    logits = forward(model, images, config)
+    assert logits.novel is not None
+    highest, clusters = logits.novel[0].max(dim=-1)
+    if config.data.setting == "gcd":
+        clusters[logits.known[0].amax(dim=-1) > highest] = -1
+    return clusters.cpu()
 
 
 def _head_agreement(heads: np.ndarray, num_clusters: int) -> float:
     """Return how well the cluster assignments of different heads agree.
 
     For each pair of heads it is the clustering accuracy (after the best one-to-one
-    matching of clusters) of one head's clusters with the other head's as labels.
+    matching of clusters) of one head's clusters with the other head's as labels. A row
+    that only one of the two heads puts into a cluster counts as wrong, and a row that
+    neither does is left out: else heads that find only known classes would agree best.
 
     Args:
-        heads: int64 (H, N), the cluster of each row under every head.
+        heads: int64 (H, N), the cluster of each row under every head, or -1 for a known
+            class.
         num_clusters: The number of clusters of a head.
 
     Returns:
-        The mean over all pairs of heads, 0-1.
+        The mean over all pairs of heads, 0-1. A pair without a row in a cluster counts
+        as 0.
     """
-    tables = [
-        confusion(a, b, num_clusters, num_clusters) for a, b in combinations(heads, 2)
-    ]
-    return float(np.mean([cluster_accuracy(table) for table in tables]))
+    agreements = []
+    for a, b in combinations(heads, 2):
+        in_both = (a >= 0) & (b >= 0)
+        in_any = (a >= 0) | (b >= 0)
+        agreement = 0.0
+        if in_both.any():
+            table = confusion(a[in_both], b[in_both], num_clusters, num_clusters)
+            agreement = cluster_accuracy(table) * in_both.sum() / in_any.sum()
+        agreements.append(agreement)
+    return float(np.mean(agreements))

@@ -24,7 +24,7 @@ from tune.spaces import Space
 from tune.trial import SweepOptions
 from uno.data.files import Storage
 from uno.data.output import read_mapping
-from uno.errors import ConfigError, StorageError
+from uno.errors import StorageError
 
 REDUCTION = 3  # ASHA: at each rung one of this many trials continues
 
@@ -39,16 +39,11 @@ class OptunaSampler:
     Args:
         space: The search space.
         seed: The seed of the sampler.
-
-    Raises:
-        ConfigError: Optuna is not installed.
     """
 
     def __init__(self, space: Space, seed: int) -> None:
-        try:
-            import optuna
-        except ImportError:
-            raise ConfigError("--search optuna needs: pip install optuna") from None
+        import optuna
+
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         sampler = optuna.samplers.TPESampler(
             seed=seed, n_startup_trials=5, constant_liar=True

@@ -397,7 +397,8 @@ class NovelClassDiscovery(
         """Convert features to a float32 tensor, reduced by ``svd_`` if that is set.
 
         Args:
-            X: Features (N, D), an array or a sparse matrix, checked by scikit-learn.
+            X: Features (N, D) of ``fit`` or of a later call, an array or a sparse
+                matrix, checked by scikit-learn.
 
         Returns:
             (N, D'), where D' is the number of dimensions of ``svd_``, or D without it.

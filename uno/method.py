@@ -237,7 +237,7 @@ def load_pretext(name: str) -> Pretext:
 
     Args:
         name: A key of :data:`PRETEXTS`, such as "rotation", or
-            ``package.module:PRETEXT``. The module is imported.
+            ``package.module:PRETEXT``. In both cases its module is imported.
 
     Raises:
         ConfigError: The name has neither form, or the object that it names cannot be

@@ -240,8 +240,10 @@ def is_custom_data(given: Mapping[str, Any]) -> bool:
     """Return whether the data is the user's own, and not one of the benchmarks.
 
     The benchmarks are the digits, CIFAR10, CIFAR100 and ImageNet. The data is the
-    user's own if ``data.labeled`` is set, or if ``data.source`` is of another kind. A
-    plain path is of another kind. Without both keys the data is the digits.
+    user's own if ``data.labeled`` is set, or if the text of ``data.source`` before its
+    first colon (all of it if there is none) is none of "digits", "cifar10", "cifar100"
+    and "imagenet". So a path without a prefix is the user's own, unless it is spelled
+    exactly as one of these names. Without both keys the data is the digits.
 
     Args:
         given: Settings by dotted key. Only these two keys are read.

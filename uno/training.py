@@ -63,14 +63,15 @@ class Worker(Protocol):
     def report(self, metrics: dict[str, Any]) -> None:
         """Hand metrics of the training to the console, the loggers or Ray.
 
-        :func:`fit` calls this on every rank. A rank can make some calls alone, because
-        lines with the position only depend on its clock. So an implementation must not
-        wait for other ranks.
+        :func:`fit` calls this on every rank, for two kinds of lines. Lines with "loss"
+        come from all ranks at the same steps. Lines without it only say how far
+        training has got: a rank reports one after its first step, and whenever its own
+        clock shows ten seconds without a line. So an implementation must not wait for
+        other ranks in these.
 
         Args:
             metrics: Values by name. "phase", "step" and "event" are always there.
                 "event" is "epoch" at the end of a full epoch and "step" otherwise.
-                Lines that all ranks report have "loss", too.
         """
 
     def should_stop(self, step: int) -> bool:

@@ -271,9 +271,10 @@ def test_a_worker_counts_its_share_of_a_gpu(monkeypatch, share, num_bytes):
 def test_ray_answers_a_worker_and_us(ray_cluster, monkeypatch):
     """Kills: a name of Ray's internals that is not Ray's, a place that stays taken."""
     monkeypatch.setattr(workarounds, "GONE", ())  # no fall-back
-    workarounds.start_coordinator()
-    names = ray_cluster.util.list_named_actors(all_namespaces=True)
-    assert "AutoscalingCoordinator" in {actor["name"] for actor in names}
+    workarounds.start_shared_actors()
+    found = ray_cluster.util.list_named_actors(all_namespaces=True)
+    names = {actor["name"] for actor in found}
+    assert {"AutoscalingCoordinator", "ActorLocationTracker"} <= names
     with workarounds.cluster_of_helpers():
         assert os.environ["RAY_ADDRESS"]
     assert wait_for_resources(config_of(), lambda: False)["CPU"] == 1.0

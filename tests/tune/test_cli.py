@@ -59,11 +59,13 @@ def test_options_are_its_own_and_those_of_a_run():
         ("--data.known-classes first:2", "at least 3"),
         ("--score agreement --model.num-heads 1", "model.num_heads"),
         ("--score agreement --method rs", "model.num_heads"),
+        ("--search optuna", "pip install optuna"),
     ],
 )
 def test_a_mistake_is_refused_before_an_image_is_decoded(
     tmp_path, monkeypatch, words, fact
 ):
+    monkeypatch.setattr(driver, "find_spec", lambda name: None)  # no Optuna
     monkeypatch.setattr(driver, "load_data", lambda *_: pytest.fail("too late"))
     with pytest.raises(ConfigError, match=fact):
         main([*TINY, "--output", str(tmp_path / "s"), *words.split()])
@@ -183,12 +185,46 @@ def test_own_images_decide_for_a_sweep_as_for_a_run(tmp_path, monkeypatch):
     assert driver.check_plans(fitted, folds) == 18
 
 
+@pytest.mark.parametrize(
+    ("score", "words", "setting"),
+    [
+        ("agreement", "--labeled {known} --unlabeled {more}", "gcd"),
+        ("agreement", "--labeled {known} --unlabeled {more} --data.setting ncd", "ncd"),
+        ("agreement", "--data folder:{known} --known-classes a,b,c", "ncd"),
+        ("folds", "--labeled {known} --unlabeled {more}", "auto"),
+    ],
+)
+def test_trials_solve_the_problem_of_a_run(tmp_path, capsys, score, words, setting):
+    """Kills: trials that force images of known classes into new ones."""
+    known = write_images(tmp_path / "known", dict.fromkeys("abcd", 16), size=12)
+    more = write_images(tmp_path / "more", {"x": 32}, size=12)
+    words = f"{words.format(known=known, more=more)} --score {score}"
+    words += " --num-novel 1 --model.encoder resnet_small --device cpu"
+    words += f" --output {tmp_path / 's'}"
+    found, _ = driver.open_sweep_data(sweep_options(parse(words.split(), TUNE)))
+    assert found.config.data.setting == setting
+    if score == "agreement":
+        assert f"setting: {setting.upper()}" in capsys.readouterr().out
+
+
 def test_trials_of_a_sweep_on_an_object_store_find_its_pretrained_weights(monkeypatch):
     """Kills: a path in a bucket that trials look for in their own directory."""
-    open_sweep = Mock(side_effect=InterruptedError)
-    monkeypatch.setattr(driver, "open_sweep", open_sweep)
+    run_missing = Mock(side_effect=InterruptedError)
+    monkeypatch.setattr(driver, "_run_missing", run_missing)
     monkeypatch.setattr(driver, "starting_weights", lambda *_: b"weights")
     with pytest.raises(InterruptedError):
         driver.run_sweep(tiny_options("mock:///sweep"))
-    options = open_sweep.call_args.args[0]
+    options = run_missing.call_args.args[0]
     assert options.config.model.weights == f"mock:///sweep/{PRETRAINED_FILE}"
+
+
+def test_a_sweep_with_pretrained_weights_continues_where_it_was_moved(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(driver, "_run_missing", Mock(side_effect=InterruptedError))
+    monkeypatch.setattr(driver, "starting_weights", lambda *_: b"weights")
+    with pytest.raises(InterruptedError):
+        driver.run_sweep(tiny_options(tmp_path / "sweep"))
+    (tmp_path / "sweep").rename(tmp_path / "moved")
+    with pytest.raises(InterruptedError):
+        driver.run_sweep(tiny_options(tmp_path / "moved"))

@@ -4,11 +4,18 @@ the novel ones.
 
 import numpy as np
 import pytest
+import torch
 
 from tests.tune.tiny import claimed, folds_of, run_tiny, tiny_data, tiny_options
 from tune import AGREEMENT, FOLDS
-from tune.score import combined, hidden_classes
+from tune.score import (
+    _assign_clusters,
+    _head_agreement,
+    combined,
+    hidden_classes,
+)
 from uno.errors import ConfigError
+from uno.model import build_network, forward
 
 
 def shuffled_truth(labels: np.ndarray) -> np.ndarray:
@@ -137,3 +144,41 @@ PARTS = {
 def test_one_number_of_the_parts(parts, score, expected):
     """The harmonic mean of known and novel accuracy, or the agreement of heads."""
     assert combined(parts, score) == pytest.approx(expected)
+
+
+A, B, KNOWN = 0, 1, -1
+
+
+@pytest.mark.parametrize(
+    ("heads", "expected"),
+    [
+        ([[A, A, B, B], [B, B, A, A]], 1),
+        ([[A, A, B, B], [B, A, A, A]], 3 / 4),
+        ([[A, A, KNOWN, KNOWN], [B, B, KNOWN, KNOWN]], 1),
+        ([[A, A, B, KNOWN], [B, B, KNOWN, KNOWN]], 2 / 3),
+        ([[KNOWN, A], [A, KNOWN]], 0),
+        ([[KNOWN, KNOWN], [KNOWN, KNOWN]], 0),
+    ],
+)
+def test_heads_agree_on_what_they_find_new(heads, expected):
+    """Kills: a sweep that prefers heads which find only known classes."""
+    assert _head_agreement(np.array(heads), 2) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("setting", ["ncd", "gcd"])
+def test_known_classes_compete_with_the_clusters_in_gcd(tmp_path, setting):
+    options = tiny_options(tmp_path, "--data.setting", setting)
+    data = tiny_data(options.config)
+    model = build_network(options.config, data.num_known, data.num_novel, 0).eval()
+    images = torch.from_numpy(data.images[:50])
+    clusters = _assign_clusters(model, images, options.config)
+    logits = forward(model, images, options.config)
+    outputs = torch.cat(
+        [logits.known[0].expand(len(clusters), -1, -1), logits.novel[0]], 2
+    )
+    is_known = outputs.argmax(dim=2) < data.num_known
+    assert is_known.any() and not is_known.all()
+    expected = logits.novel[0].argmax(dim=2)
+    if setting == "gcd":
+        expected[is_known] = -1
+    assert clusters.equal(expected)

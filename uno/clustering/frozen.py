@@ -455,7 +455,8 @@ def merge_pairs(
             mixing.
 
     Yields:
-        The merges, until no pair is left that may merge. The arguments are not changed.
+        The merges, until no pair is left that may merge. A merged cluster keeps the
+        number and the permissions of the first one. The arguments are not changed.
     """
     links, sizes = links.clone(), sizes.clone()
     tie_breaker = 1e-6 * cosines.double()

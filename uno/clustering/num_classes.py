@@ -147,8 +147,9 @@ def estimate_num_classes(
     one class and low for different classes. Known classes, whose labels are hidden for
     this, show how high and how low. A stored logistic model turns the mixing at each
     merge, and how well the hidden classes are found again at this mixing, into the
-    probability of each number of classes. At most ``MAX_ROWS`` (2,000) labeled and as
-    many unlabeled rows are used, see :func:`find_signs`.
+    probability of each number of classes. At most ``MAX_ROWS`` (2,000) unlabeled rows
+    are used. Of more labeled rows than that, as many evenly spaced ones are used, and a
+    row of each class that would have none, see :func:`find_signs`.
 
     Args:
         labeled: Features (N_l, D) of labeled rows.
@@ -156,10 +157,11 @@ def estimate_num_classes(
             fewer than ``MIN_KNOWN`` (2) classes none is hidden. A stored typical value
             then takes the place of the mixing that separates parts of one hidden class
             from different classes. It is also taken if the hidden classes have too few
-            rows to show a mixing.
+            rows to show a mixing. Otherwise two disjoint sets of classes, each half of
+            them but at most 5, are hidden in turn.
         unlabeled: Features (N_u, D) of at least two rows.
         gcd: Whether unlabeled rows can belong to known classes. If so, unlabeled rows
-            that probably do are left out first.
+            that probably do are left out first, unless fewer than 20 would remain.
         seed: Seed of k-means and of the choice of hidden classes.
         max_novel: The largest number that is considered is at most this, which is at
             least 2; None for no such limit. Without it, the largest number is the

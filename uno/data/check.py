@@ -406,13 +406,13 @@ def _check_order(task: Task, config: Config) -> Iterator[Problem]:
 
     Images that are stored together are read together and mixed only with those read at
     about the same time. If they are sorted by class, a batch has images of few classes.
-    Training rows are put into such an order as a run would read them. The mean share of
-    the most frequent true class in batches of this order is compared with the mean
-    share in batches of shuffled rows. Rows without a true class are not counted. The
-    warning comes if the first share is more than :data:`SORTED` (1.25) times the
-    second. Of more than :data:`ORDER_ROWS` (262,144) training rows only some groups
-    are examined. Images that are not streamed, or are read one by one, are not checked.
-    No image is read here.
+    Training rows are put into a random order of the kind in which a run reads them. The
+    mean share of the most frequent true class in batches of this order is compared with
+    the mean share in batches of shuffled rows. Rows without a true class are not
+    counted. The warning comes if the first share is more than :data:`SORTED` (1.25)
+    times the second. Of more than :data:`ORDER_ROWS` (262,144) training rows only some
+    groups are examined. Images that are not streamed, or are read one by one, are not
+    checked. No image is read here.
 
     Args:
         task: The rows and their classes.

@@ -565,7 +565,7 @@ def _turn_to_rgb(picture: Pillow.Image, value_range: Range | None) -> Pillow.Ima
     Transparent pixels are blended with white, but not in gray pictures of more than 8
     bits. Pixels are turned before they are resized, because rounding depends on the
     order. The orientation is read after the pixels, because in a PNG it may stand
-    behind them. Pixels with broken metadata are not turned.
+    behind them. A picture whose orientation cannot be read is not turned.
 
     Args:
         picture: An opened picture. It is decoded and turned in place, and returned
@@ -725,8 +725,9 @@ def read_encoded(image: bytes | str) -> bytes:
         image: Encoded bytes, or the path or URI of a file.
 
     Raises:
-        BadImage: The row names no image (a :class:`~uno.data.images.MissingImage`), or
-            the file cannot be read. Bytes that are empty are returned as they are.
+        BadImage: ``image`` is a :class:`~uno.data.images.MissingImage`, which stands
+            for a row without an image, or the file cannot be read. Bytes that are empty
+            are returned as they are.
         StorageError: The image's file cannot be read now, but perhaps later.
     """
     if isinstance(image, MissingImage):

@@ -220,10 +220,11 @@ def read_vectors(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
     Vectors with the same id become one row with several views, at the place of the
     first one, from which the text and the picture of the row are taken. The first view
     is the one for evaluation. A row with fewer views than others repeats its own. A
-    vector without an id is a row called row-NUMBER, numbered from 0 among all vectors;
-    in an .h5ad file without a column of ids, the id is the name of the cell. A row is
-    unreadable if any of its vectors has another length than the most frequent one, has
-    a number that is not finite, or is all zeros.
+    vector without an id is a row called row-NUMBER, numbered from 0 among all vectors,
+    also where a column of ids has a gap; only if an .h5ad file has no column of ids,
+    the id is the name of the cell. A row is unreadable if any of its vectors has
+    another length than the most frequent one, has a number that is not finite, or is
+    all zeros.
 
     Args:
         path: Path or URI of a .parquet, .npy, .npz, .pt, .pth or .h5ad file, or a
@@ -274,7 +275,9 @@ def read_vectors(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
     views = _group_views(place)
     first, num_views = views[:, 0], views.shape[1]
     labels, truth, split = (
-        encode_column(source, columns[name]) if name in columns else make_unlabeled(num)
+        encode_column(source, columns[name], name=name)
+        if name in columns
+        else make_unlabeled(num)
         for name in ("label", "eval_label", "split")
     )
     require_distinct(source, labels, truth)

@@ -423,7 +423,8 @@ def encode_rows(
         ConfigError: A :class:`Runtime` cannot compute the encoder or gives other
             features than PyTorch.
     """
-    device = next(encoder.parameters()).device
+    tensors = (*encoder.parameters(), *encoder.buffers())
+    device = tensors[0].device if tensors else torch.device("cpu")
     width = int(encoder.num_features)  # type: ignore[arg-type]
     num_views = config.augment.num_cached_views
     features = torch.zeros(len(pixels), 1 + num_views, width)

@@ -62,8 +62,9 @@ class FileEntry(NamedTuple):
 
     Attributes:
         relative: Path below the root of the source, with '/' as separator.
-        path: Local path with which the file can be opened, or URI.
-        size: Size in bytes, -1 if not known.
+        path: Local path or URI with which the file can be opened. A local path may be
+            relative to the current directory.
+        size: Size in bytes; -1 if not known, or for a missing file.
         time: Modification time in ns since 1970; -1 if not known, 0 for a missing file.
     """
 
@@ -76,9 +77,12 @@ class FileEntry(NamedTuple):
 def is_transient(error: object) -> bool:
     """Return whether an error of storage may not occur again a moment later.
 
-    The message is searched for the texts of :data:`TRANSIENT`: timeouts, throttling,
-    internal errors of a server and lost connections. Missing files, denied access and
-    full disks are not among them.
+    Only the message decides, not the type of the error. It is searched for the texts of
+    :data:`TRANSIENT`, in any case of letters. These are the messages of pyarrow about
+    timeouts, throttling, internal errors (HTTP status 429 or 5xx) and lost connections
+    of the stores of Amazon, Google and Azure; and the messages of the operating system
+    about connections that time out, are reset, refused or aborted, and about errors of
+    network disks. Missing files, denied access and full disks are not among them.
 
     Args:
         error: An exception, or its message.
@@ -94,9 +98,10 @@ def is_uri(path: str) -> bool:
 def normalize_path(path: str) -> str:
     """Convert a path as a user writes it to the form that this module takes.
 
-    In a local path a leading ``~`` is expanded. ``file://`` is removed together with a
-    host and with all from '?' or '#' on, and percent-encoded characters are decoded.
-    Another URI only loses slashes at its end.
+    In a local path a leading ``~`` is expanded; nothing else is changed in it. From a
+    URI with ``file://`` this prefix is removed, together with a host and with all from
+    '?' or '#' on, and its percent-encoded characters are decoded. Another URI only
+    loses slashes at its end.
 
     Args:
         path: A local path, or a URI such as ``s3://bucket/folder``.
@@ -116,8 +121,9 @@ def normalize_path(path: str) -> str:
 def full_path(path: str) -> str:
     """Return the absolute path of a local path, or a URI unchanged.
 
-    The absolute path has no '..', and links in it are kept. The result is valid in
-    processes that run in another directory.
+    A relative path is taken from the current directory. The parts '.' and '..' are
+    resolved in the text alone, and links are kept. The result is valid in processes
+    that run in another directory.
 
     Args:
         path: A local path without ``~``, or a URI.
@@ -126,10 +132,11 @@ def full_path(path: str) -> str:
 
 
 def valid_text(name: str) -> str:
-    """Return a file name as text that can be encoded as UTF-8.
+    r"""Return a file name as text that can be encoded as UTF-8.
 
-    Bytes that are not UTF-8, and half surrogate pairs, become backslash escapes. Other
-    text is unchanged.
+    Bytes that are not UTF-8 become escapes such as ``\xff``, and other surrogates (the
+    halves of surrogate pairs) become escapes such as ``\ud800``. The rest of the text,
+    also a backslash, is unchanged.
 
     Args:
         name: File name, with surrogate escapes for bytes that are not UTF-8.
@@ -146,11 +153,15 @@ def valid_text(name: str) -> str:
 def parse_json(data: str | bytes) -> Any:
     """Parse JSON from an origin that is not trusted.
 
+    The result is that of ``json.loads``, which also accepts NaN and Infinity. The only
+    difference is that a text that is nested too deeply is a ValueError.
+
     Args:
         data: The JSON text.
 
     Raises:
-        ValueError: The text is not JSON, or is nested too deeply.
+        ValueError: The text is not JSON or not valid in its encoding, is nested too
+            deeply, or has an integer of thousands of digits.
     """
     try:
         return json.loads(data)
@@ -178,10 +189,13 @@ def kind(path: str) -> str:
     """Return whether a path or URI is a 'file', a 'directory' or 'missing'.
 
     Args:
-        path: Local path or URI. A special file, such as a device, is 'missing'.
+        path: Local path or URI. A link counts as what it leads to. A special file, such
+            as a device, is 'missing'.
 
     Raises:
-        ConfigError: The storage cannot be reached or refuses to answer.
+        ConfigError: The storage cannot be reached or refuses to answer, a local path
+            cannot be looked up, for example because access is denied, or
+            :func:`locate` refuses the URI.
     """
     with reading(path):
         files, inner = locate(path)
@@ -191,48 +205,60 @@ def kind(path: str) -> str:
         )
 
 
-def walk(root: str, follow_links: bool = False) -> Iterator[FileEntry]:
+def walk(
+    root: str, follow_links: bool = False, recursive: bool = True
+) -> Iterator[FileEntry]:
     """Yield the files below ``root`` in the order of their relative paths.
 
-    All folders below ``root`` are searched. Hidden files and folders are left out:
-    their names begin with '.', or are __MACOSX. Links to files and folders inside
-    ``root`` are followed in any case, except that a link to a folder that contains the
-    link is left out, so that loops end. A link to ``root`` itself counts as a link out
-    of ``root``: it is an error without ``follow_links``, and left out with it. A link
-    whose target does not exist is a file of size -1 and time 0. Devices, sockets and
-    the like are left out.
+    All folders below ``root`` are searched, unless ``recursive`` is False. Hidden files
+    and folders are left out: their names begin with '.', or are __MACOSX. In a local
+    folder, links to files and folders inside ``root`` are followed in any case, except
+    that a link to a folder that is being listed at that moment, such as ``root``
+    itself, is left out, so that loops end. A link whose target does not exist is a file
+    of size -1 and time 0, if the target would be inside ``root`` or ``follow_links`` is
+    True. Devices, sockets and the like are left out.
 
     Args:
         root: Local folder or URI.
         follow_links: Whether a link may also lead out of a local ``root``.
+        recursive: False to yield only the files directly in ``root``.
 
     Raises:
         ConfigError: There are more than MAX_ROWS (100 million) files, a folder cannot
             be listed, ``root`` is missing or is no folder, or a link leads out of a
-            local ``root`` and ``follow_links`` is False. It is raised when the consumer
-            comes to it.
+            local ``root`` and ``follow_links`` is False. It is raised during the
+            iteration: for a local folder after the files that come before the fault,
+            for a URI before the first file, and for too many files after MAX_ROWS of
+            them.
     """
-    files = _walk_remote(root) if is_uri(root) else _walk_local(root, follow_links)
+    files = (
+        _walk_remote(root, recursive)
+        if is_uri(root)
+        else _walk_local(root, follow_links, recursive)
+    )
     for number, file in enumerate(files):
         if number == MAX_ROWS:
             raise ConfigError(f"more than {MAX_ROWS:,} files below {root}")
         yield file
 
 
-def _walk_local(root: str, follow_links: bool) -> Iterator[FileEntry]:
+def _walk_local(root: str, follow_links: bool, recursive: bool) -> Iterator[FileEntry]:
     """Yield the files below a local folder in the order of their relative paths.
 
     Hidden files and folders are left out, and so are devices, sockets and the like. A
-    link to a folder that is being listed is left out, so loops of links end. A link
-    whose target does not exist is a file of size -1 and time 0.
+    link to a folder that is being listed, such as the root itself, is left out, so
+    loops of links end. A link whose target does not exist is a file of size -1 and
+    time 0.
 
     Args:
         root: The local folder.
         follow_links: Whether a link may lead out of ``root``.
+        recursive: False to leave out all folders.
 
     Raises:
-        ConfigError: A folder cannot be listed, or a link leads out of ``root`` and
-            ``follow_links`` is False.
+        ConfigError: A folder cannot be listed, ``root`` is missing, or a link leads out
+            of ``root`` and ``follow_links`` is False, also if its target does not
+            exist. It is raised when the iteration comes to the folder or link.
     """
     base = os.path.realpath(root).rstrip("/") + "/"
 
@@ -257,7 +283,7 @@ def _walk_local(root: str, follow_links: bool) -> Iterator[FileEntry]:
             # with '/' at its end, a folder is sorted as the files in it
             found = sorted((e.name + "/" * _is_folder(e), e) for e in entries)
         for name, entry in found:
-            if HIDDEN.search(name):
+            if HIDDEN.search(name) or (name.endswith("/") and not recursive):
                 continue
             path = entry.path
             real_path = f"{os.path.realpath(path)}/"
@@ -287,7 +313,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
     return os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir()
 
 
-def _walk_remote(root: str) -> Iterator[FileEntry]:
+def _walk_remote(root: str, recursive: bool) -> Iterator[FileEntry]:
     """Yield the files below a URI in the order of their relative paths.
 
     Hidden files and folders are left out. First the root is listed, then the folders in
@@ -297,9 +323,11 @@ def _walk_remote(root: str) -> Iterator[FileEntry]:
 
     Args:
         root: The URI of the folder.
+        recursive: False to yield only the files directly in it.
 
     Raises:
-        ConfigError: A folder cannot be listed.
+        ConfigError: A folder cannot be listed, ``root`` does not exist, or
+            :func:`locate` refuses the URI.
     """
     with reading(root):
         files, inner = locate(root)
@@ -334,7 +362,7 @@ def _walk_remote(root: str) -> Iterator[FileEntry]:
                     time = -1 if info.mtime_ns is None else info.mtime_ns
                     path = join(root, relative)
                     found.append(FileEntry(relative, path, info.size, time))
-                elif not info.is_file and not HIDDEN.search(relative):
+                elif recursive and not info.is_file and not HIDDEN.search(relative):
                     folders.append(info.path)
     yield from sorted(found)
 
@@ -441,7 +469,7 @@ def read_bytes(path: str, max_bytes: int) -> bytes:
 
 
 def open_binary(path: str) -> BinaryIO:
-    """Open a file to read some of its bytes, remote ones through a large buffer.
+    """Open a file to read some of its bytes, a remote one through a buffer of 8 MiB.
 
     Args:
         path: Local path or URI.
@@ -495,7 +523,7 @@ def read_whole(path: str, max_bytes: int, what: str = "") -> bytes:
 
 
 def read_text(path: str, max_bytes: int, what: str = "") -> str:
-    """Read a text file in UTF-8. A byte order mark is removed.
+    """Read a text file in UTF-8. A byte order mark is removed, and line ends are kept.
 
     Args:
         path: Local path or URI.
@@ -518,15 +546,18 @@ def resolver(root: str, follow_links: bool = False) -> Callable[[str], str | Non
         follow_links: Whether a link inside ``root`` may lead to a file outside it.
 
     Returns:
-        A function from a relative path to the full path, which need not exist. Without
-        ``follow_links`` the links in a local path are replaced by what they lead to.
+        A function from a relative path to the full path: an absolute local path, or a
+        percent-encoded URI. Its file need not exist. Without ``follow_links`` the links
+        in a local path are replaced by what they lead to; with it they are kept, and
+        '..' is resolved in the text alone.
         The function returns None for a URI, for a path with a NUL character, for the
         path of a local ``root`` itself, and for a path that leaves ``root`` by '..' or
         (without ``follow_links``) by a link. An absolute path is accepted if ``root``
         is local and it is inside ``root``. If ``root`` is a URI, any path that is
         absolute or has the part '..' gives None.
-        Without ``follow_links`` the function remembers where the links of a folder
-        lead: if they change later, it does not notice.
+        Without ``follow_links`` the function remembers for each folder part of a path
+        where its links lead, and does not notice if these change later. Whether the
+        last part is a link is looked up in each call.
     """
     base = "" if is_uri(root) else os.path.realpath(root).rstrip("/") + "/"
     named = os.path.abspath(root).rstrip("/") + "/"
@@ -565,7 +596,7 @@ def stat_of(path: str) -> tuple[int, int]:
     """Return the size of a file, and when it was last changed.
 
     Args:
-        path: Local path or URI.
+        path: Local path or URI. A local path may also be that of a directory.
 
     Returns:
         Size in bytes and modification time in ns since 1970. A link counts as what it
@@ -583,7 +614,7 @@ def with_remote_facts(files: Sequence[FileEntry]) -> list[FileEntry]:
     """Look up the size and the modification time of remote files without a time.
 
     A listing of a folder gives both. Files that were named one by one are looked up
-    here, with one request each.
+    here, with one request each, and up to 32 requests at the same time.
 
     Args:
         files: Files, of which the remote ones without a time are all in the file system
@@ -591,12 +622,12 @@ def with_remote_facts(files: Sequence[FileEntry]) -> list[FileEntry]:
 
     Returns:
         The files in the same order, those that were looked up with their size and time.
-        A file stays as it is if it is local, has a time (not -1) or is missing, or if
-        the storage gives no time for it.
+        A file stays as it is if it is local, has a time (not -1), is missing or is a
+        directory, or if the storage gives no time for it.
 
     Raises:
-        ConfigError: The storage refuses a request or cannot be reached, or a URI is not
-            valid.
+        ConfigError: The storage refuses a request or cannot be reached, or
+            :func:`locate` refuses a URI.
     """
     wanted = [file for file in files if is_uri(file.path) and file.time < 0]
     infos = []
@@ -617,8 +648,8 @@ def with_remote_facts(files: Sequence[FileEntry]) -> list[FileEntry]:
 def locate(path: str) -> tuple[Any, Any]:
     """Return the file system of a path or URI, and the path inside it.
 
-    URIs of the same scheme, host and options share one connection. The last 16 are
-    kept.
+    URIs of the same scheme, host and options share one connection. The 16 connections
+    that were used last are kept. The path is not looked up.
 
     Args:
         path: Local path or URI. A URI may have options, from '?' on.
@@ -629,7 +660,9 @@ def locate(path: str) -> tuple[Any, Any]:
         end, such as 'bucket/folder/name'.
 
     Raises:
-        OSError: The URI is not valid, or pyarrow does not know its scheme or options.
+        OSError: The URI is not valid, pyarrow does not know its scheme or options, or
+            pyarrow cannot connect, for example because it looks up the region of a
+            bucket of S3 that does not exist.
     """
     if not is_uri(path):
         return pa.fs.LocalFileSystem(), os.fsencode(path)
@@ -645,10 +678,10 @@ def locate(path: str) -> tuple[Any, Any]:
 
 @lru_cache(maxsize=16)
 def _connect(host: str, options: str) -> tuple[Any, str]:
-    """Connect to the file system of a URI. The last 16 connections are kept.
+    """Connect to the file system of a URI. The 16 used last are kept.
 
-    Requests that fail are repeated: to S3 for about a minute, to other storage as
-    pyarrow decides.
+    The file system repeats requests that fail: to S3 up to nine attempts within about a
+    minute, to other storage as pyarrow decides.
 
     Args:
         host: Scheme and host, such as 's3://bucket'.
@@ -658,7 +691,9 @@ def _connect(host: str, options: str) -> tuple[Any, str]:
         The file system, and the path of the host inside it, such as 'bucket'.
 
     Raises:
-        OSError: pyarrow does not know the scheme or the options.
+        OSError: pyarrow does not know the scheme or the options, or cannot connect, for
+            example because it looks up the region of a bucket of S3 that does not
+            exist.
     """
     try:
         files, root = pa.fs.FileSystem.from_uri(host + options)
@@ -674,17 +709,18 @@ def _connect(host: str, options: str) -> tuple[Any, str]:
 
 
 def upload_pause_s(num_bytes: int, least_s: float) -> float:
-    """Return the pause between two uploads of a file that grows, in seconds.
+    """Return the pause between two uploads of files that grow, in seconds.
 
-    It is the time for ``num_bytes`` at 256 KiB per second, and at least ``least_s``.
+    The function does not wait. The pause is the time for ``num_bytes`` at 256 KiB per
+    second, and at least ``least_s``.
 
-    An object store cannot append, so each upload has the whole file. With a pause that
-    grows with the file, the number of uploaded bytes is proportional to the time, and
-    not to the square of the number of lines.
+    An object store cannot append, so each upload has the whole files. With a pause that
+    grows with the files, the number of uploaded bytes is at most proportional to the
+    time, and not to the square of the number of lines.
 
     Args:
-        num_bytes: Number of bytes of the last upload.
-        least_s: Pause after a small upload, in seconds.
+        num_bytes: Number of bytes of the last upload, of all files together.
+        least_s: Shortest pause, in seconds.
     """
     return max(least_s, num_bytes / UPLOAD_BYTES_PER_S)
 
@@ -725,8 +761,9 @@ def reading(path: str) -> AbstractContextManager[None]:
 class Storage:
     """Files below a root directory, in a local file system or in remote storage.
 
-    A file that is written appears whole or not at all. Only :meth:`append` and
-    :meth:`write_if_absent` may leave a part of a local file if the process is killed.
+    On a local file system and in an object store, a file that is written appears whole
+    or not at all. Only :meth:`append` and :meth:`write_if_absent` may leave a part of a
+    local file, if the process is killed or the disk is full.
     Names of files are paths below the root; '' is the root itself. If the file system
     refuses something, methods raise a StorageError with the path.
 
@@ -735,8 +772,8 @@ class Storage:
             path is made absolute. The directory need not exist.
 
     Raises:
-        StorageError: The URI is not valid, or pyarrow does not know its scheme or
-            options.
+        StorageError: :func:`locate` refuses the URI: it is not valid, pyarrow does not
+            know its scheme or options, or pyarrow cannot connect.
 
     Attributes:
         root: The path of the root inside its file system.
@@ -789,7 +826,8 @@ class Storage:
         """Return whether there is a file, a directory or a special file of a name.
 
         Args:
-            name: Its path below the root; '' for the root itself.
+            name: Its path below the root; '' for the root itself. A link counts as what
+                it leads to.
 
         Raises:
             StorageError: The storage cannot be reached or refuses to answer.
@@ -839,7 +877,10 @@ class Storage:
             max_bytes: Largest size in bytes; None for any size.
 
         Raises:
-            StorageError: The file cannot be read, or is larger than ``max_bytes``.
+            StorageError: The name exists but cannot be read, is that of a local
+                directory or a special file, or is a file larger than ``max_bytes``; or
+                the storage cannot be reached. In an object store a directory counts as
+                a file that does not exist.
         """
         with (
             self._errors("read", name),
@@ -885,7 +926,9 @@ class Storage:
     def write(self, name: str, data: bytes) -> None:
         """Create or replace a file. After the call the whole file is stored.
 
-        A local file is then on the disk (fsync).
+        A local file is written under a temporary name and then renamed, and is on the
+        disk after the call (fsync). If the call fails, a file that was there before
+        stays as it was.
 
         Args:
             name: Name of the file. Missing directories are created.
@@ -900,11 +943,11 @@ class Storage:
             file.write(data)
 
     def write_if_absent(self, name: str, data: bytes) -> bool:
-        """Create a file unless there is one of that name.
+        """Create a file unless there is a file or directory of that name.
 
         Of several writers at the same moment only one gets True on a local file system.
         In remote storage several may get True, and the last one wins. A process that is
-        killed during the call may leave a part of a local file.
+        killed during the call, or a full disk, may leave a part of a local file.
 
         Args:
             name: Name of the file. Missing directories are created.
@@ -934,7 +977,8 @@ class Storage:
 
         The file appears whole. If the block raises an error, or the upload fails, a
         file that was there before stays as it was. The bytes for a local file are
-        written to a temporary file beside it. Bytes for a remote file system are
+        written to a temporary file beside it, which is renamed at the end when they are
+        on the disk (fsync). Bytes for a remote file system are
         collected in a temporary file on this machine and uploaded at once at the end.
 
         Args:
@@ -990,11 +1034,12 @@ class Storage:
     def append(self, name: str, data: bytes) -> None:
         """Add lines to the end of a file, which is created if it does not exist.
 
-        An object store cannot append, so the whole file is read and written again. Use
-        this method there for small files only. Files that grow during training are
-        uploaded with pauses of :func:`upload_pause_s`. A local file is appended to in
-        place, and a process that is killed may leave a part of its lines in it. If a
-        local file does not end with a line end, one is added before the new lines.
+        An object store cannot append, so in remote storage the whole file is read and
+        written again, and nothing is added between its end and the new lines. Use this
+        method there for small files only. A local file is appended to in place, and a
+        process that is killed, or a full disk, may leave a part of the new lines in it.
+        If a local file has content that does not end with a line end, one is added
+        before the new lines.
 
         Args:
             name: Name of the file. Missing directories are created.
@@ -1021,7 +1066,7 @@ class Storage:
         """Delete a file, or a directory with all that is in it.
 
         Nothing happens if there is none of that name, or if it is a special file, such
-        as a device.
+        as a device, or a link to something that does not exist.
 
         Args:
             name: The path of the file or directory below the root.
@@ -1040,15 +1085,17 @@ class Storage:
     def move(self, name: str, target: str) -> None:
         """Move a file, or a directory with all that is in it, and replace ``target``.
 
-        Local files and directories are renamed; before a local directory is moved, the
-        file or directory at ``target`` is deleted. Object stores have no rename: in
-        remote storage all files are copied and then deleted. Files of a remote
-        directory ``target`` that are not overwritten stay there.
+        Local files and directories are renamed. Before a local directory is moved, the
+        file or directory at ``target`` is deleted. A local file replaces a file at
+        ``target``; a directory there is an error. Object stores have no rename: in
+        remote storage all files are first copied, and then deleted in their old place.
+        Files of a remote directory ``target`` that are not overwritten stay there.
 
         Args:
             name: Name of the file or directory. A name that does not exist is an error
-                on a local file system, and nothing happens in remote storage.
-            target: The new name. Missing directories are created.
+                on a local file system. In remote storage no file is changed then.
+            target: The new name, also a path below the root. Missing directories above
+                it are created.
 
         Raises:
             StorageError: The file or directory cannot be moved.
@@ -1121,14 +1168,15 @@ def user_cache() -> str:
 
     It is the environment variable ``UNO_CACHE`` if that is set, else the folder ``uno``
     in ``XDG_CACHE_HOME``, or in ``~/.cache`` if that is not set either. A variable that
-    is empty counts as not set. The directory is not created.
+    is empty counts as not set. :func:`normalize_path` is applied, and a relative path
+    stays relative. The directory is not created.
     """
     user = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "uno")
     return normalize_path(os.environ.get(CACHE_VARIABLE) or user)
 
 
 def reserve_space(file: Any, size: int) -> None:
-    """Extend an open file to ``size`` bytes that have space on the disk.
+    """Extend an open file to ``size`` bytes and reserve space for them on the disk.
 
     A process that writes to a memory map of a file is ended by the system when the disk
     is full, so a lack of space must be found before. On systems that cannot reserve
@@ -1136,11 +1184,11 @@ def reserve_space(file: Any, size: int) -> None:
     extended without reserved space.
 
     Args:
-        file: Local file that is open for writing.
-        size: Size that the file shall have, in bytes.
+        file: Local file that is open for writing and is smaller than ``size``.
+        size: Size that the file shall have, in bytes, above 0.
 
     Raises:
-        OSError: The disk has not enough space.
+        OSError: The disk has not enough space, or the file system refuses the size.
     """
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(file.fileno(), 0, size)
@@ -1158,7 +1206,8 @@ def create_local(path: Path) -> Iterator[Any]:
     The bytes are written to a temporary file beside it. When they are on the disk
     (fsync), this file is renamed to ``path``, and the directory is synchronized, too.
     If the block raises an error, the temporary file is deleted and a file at ``path``
-    stays as it was.
+    stays as it was. A process that is killed leaves the temporary file. Its name is
+    ``.NAME.`` and eight hexadecimal digits.
 
     Args:
         path: Path of the file. Missing directories are created.

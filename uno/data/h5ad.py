@@ -42,30 +42,37 @@ UNREADABLE = (
 def read_h5ad(path: str, options: ReadOptions) -> VectorFile:
     """Read an array of an .h5ad file as embeddings, and columns of its ``obs``.
 
-    The id of a row is the value of the column of ``obs`` that is called ``id``, or that
-    ``options.columns`` names as "id". Without such a column it is the name of the cell,
-    the index of ``obs``. Without an option the array is ``X_pca`` of ``obsm``, else the
-    only array of ``obsm``. ``options.columns`` can name another array of ``obsm`` as
-    "embedding", or ``X`` for the matrix ``X`` itself. The array must be dense.
+    The id of a row is the value of the column of ``obs`` that ``options.columns`` names
+    as "id", or else of the one that is called ``id``. Without such a column it is the
+    name of the cell, the index of ``obs``. Without an option the array is ``X_pca`` of
+    ``obsm``, else the only matrix of ``obsm``, dense or sparse. ``options.columns`` can
+    name another array of ``obsm`` as "embedding", or ``X`` for the matrix ``X`` itself.
+    The array that is read must be dense.
 
     Args:
         path: Path or URI of the file.
         options: How the source is read. Only two of its attributes are used:
-            ``columns``, and ``images_only``, with which columns of labels and splits
-            that ``columns`` names may be missing.
+            ``columns``, and ``images_only``. With ``images_only`` columns of labels and
+            splits that ``columns`` names may be missing, and columns with almost a
+            standard name are not refused. Labels and splits that are there are returned
+            in any case.
 
     Returns:
-        The vectors of the cells as float32 (N, D); a note that names their array; the
-        names of all columns of ``obs``; and those columns of ``obs`` that have a
-        standard name or that ``options.columns`` names: id, label, eval_label, split,
-        path and text. The column "id" is always there. The column 'image' holds paths
-        of images: it is returned as 'path', also if there is a column 'path', too.
+        The vectors of the cells as float32 (N, D), in which NaN is kept; a note that
+        names their array; the names of all columns of ``obs``; and the columns id,
+        label, eval_label, split, path and text, as Arrow arrays by these names, without
+        those that ``obs`` does not have. A column that ``options.columns`` names takes
+        the place of the one with the standard name. The column "id" is always there.
+        The column 'image' holds paths of images: it is returned as 'path', also if
+        there is a column 'path', too. There are no reasons and no pictures.
 
     Raises:
         ConfigError: The file cannot be read or has the layout of an old anndata; an
-            array or column is missing, or a column such as ``Label`` would be ignored;
-            several arrays could be meant; the array is sparse, is empty or holds no
-            numbers; or two cells have one name and there is no column of ids.
+            array or column that ``options.columns`` names is missing, or ``obsm`` has
+            no matrix; a column such as ``Label`` would be ignored because of its
+            spelling; several arrays could be meant; the array is sparse, is empty or
+            holds no integers or floats; a member of the file that is needed is a link
+            to data elsewhere; or two cells have one name and there is no column of ids.
         StorageError: The file for a large array of vectors cannot be made, for example
             because the disk is full.
         ModuleNotFoundError: h5py is not installed.
@@ -96,13 +103,16 @@ def _read_cells(path: str, file: Any, options: ReadOptions) -> VectorFile:
         The result of :func:`read_h5ad`.
 
     Raises:
-        ConfigError: The file has an old layout; an array or column is missing, or a
-            column such as ``Label`` would be ignored; several arrays could be meant;
-            the array is sparse, is empty or holds no numbers; or two cells have one
-            name and there is no column of ids.
+        ConfigError: The file has an old layout; an array or column that
+            ``options.columns`` names is missing, or ``obsm`` has no matrix; a column
+            such as ``Label`` would be ignored (which is not checked with
+            ``images_only``); several arrays could be meant; the array is sparse, is
+            empty or holds no integers or floats; or two cells have one name and there
+            is no column of ids.
         KeyError: A member of the file is missing. Other errors of :data:`UNREADABLE`
             are raised for damaged files, and a ValueError for a member that is a link
-            to data elsewhere.
+            to data elsewhere: ``obs`` or a column that is read, ``obsm`` or any of its
+            members.
         StorageError: The file for a large array of vectors cannot be made, for example
             because the disk is full.
     """
@@ -151,7 +161,7 @@ def _choose_array(path: str, arrays: Sequence[str]) -> str:
 
     Args:
         path: Path of the file, for error messages.
-        arrays: Names of the arrays of ``obsm``, dense and sparse ones.
+        arrays: Names of the matrices of ``obsm``, dense and sparse ones.
 
     Returns:
         ``X_pca`` if it is among them, else the only name.
@@ -219,11 +229,12 @@ def _read_matrix(path: str, node: Any) -> np.ndarray:
         node: The dataset, or the group of a sparse matrix.
 
     Returns:
-        An array in memory or, from 256 MiB on, in a mapped file without a name.
+        An array in memory or, from 256 MiB on, in a mapped file without a name. NaN is
+        kept.
 
     Raises:
-        ConfigError: The node is a sparse matrix, is empty, or does not hold real
-            numbers.
+        ConfigError: The node is a sparse matrix, is empty (N or D is 0), or does not
+            hold integers or floats.
         StorageError: The mapped file cannot be made, for example because the disk is
             full.
     """
@@ -243,17 +254,18 @@ def _read_matrix(path: str, node: Any) -> np.ndarray:
 def _read_column(node: Any) -> Any:
     """Read a column of ``obs`` as an Arrow array (N,).
 
-    Values that the column marks as missing are null. NaN in a plain dataset of numbers
-    stays NaN.
+    The array has the type of the values. Codes of categories are replaced by the
+    categories. Values that the column marks as missing are null. NaN in a plain dataset
+    of numbers stays NaN.
 
     Args:
         node: A dataset of text, numbers or booleans; or a group with categories and
-            their codes (-1 for a missing value), or with nullable values and their
-            mask.
+            their codes (negative for a missing value), or with nullable values and
+            their mask (True for a missing value).
 
     Raises:
         KeyError: A member of a group is missing. h5py may raise other errors for
-            damaged files.
+            damaged files, and a group of another kind is an AttributeError.
         ValueError: A member of a group is a link to data elsewhere.
     """
     import h5py
@@ -277,15 +289,15 @@ def format_h5ad(
     """Return the content of an .h5ad file that anndata reads.
 
     Args:
-        ids: The name of each of N cells.
+        ids: The name of each of N cells, the index of ``obs``.
         columns: Name of a column of ``obs`` -> Arrow array (N,) of text (of the type
             ``string``), with null for a missing value; or of floats.
         arrays: Name of an array of ``obsm`` -> numbers (N, D).
 
     Returns:
         The bytes of the file, which has no matrix ``X`` and an empty table ``var``. A
-        column of text becomes a categorical column, and null is NaN in a column of
-        floats.
+        column of text becomes an unordered categorical column, in which null is a
+        missing value, and null is NaN in a column of floats. An array keeps its type.
 
     Raises:
         ModuleNotFoundError: h5py is not installed.
@@ -312,7 +324,8 @@ def format_h5ad(
 def _write_column(frame: Any, name: str, column: Any) -> None:
     """Write a column of a table to HDF5: text as categories, and numbers as they are.
 
-    The attribute of the table that lists its columns is not changed.
+    The categories are in the order in which they first appear. The attribute of the
+    table that lists its columns is not changed.
 
     Args:
         frame: The h5py group of the table.

@@ -31,7 +31,9 @@ class ImagePaths:
     Args:
         table_folder: Folder or URI of the table.
         options: How the source is read. Paths are relative to its ``image_folder``, or
-            to ``table_folder`` if that is None.
+            to ``table_folder`` if that is None. Its ``image_suffix`` is added to paths
+            that lack it, and its ``follow_links`` allows links that lead out of a local
+            folder.
 
     Attributes:
         root: Folder or URI that the paths are relative to.
@@ -50,24 +52,28 @@ class ImagePaths:
     def locate(self, given: str) -> tuple[str | None, tuple[int, int]]:
         """Find an image by its path as it is written, or as other programs write it.
 
-        First ``file://`` and the URI of a remote folder are removed from the path, and
-        a missing ``image_suffix`` is added. The result is the first spelling. If there
-        is no such local file, other spellings are tried, such as slashes in place of
-        backslashes. In remote storage no other spelling is tried, and no file is looked
-        up.
+        First ``file://`` or the URI of a remote folder is removed from the path, and a
+        missing ``image_suffix`` is added. The result is the first spelling. If there is
+        no such file in the local folder, five other spellings are tried, unless the
+        path begins with a Windows drive: the first one without white space at its ends;
+        the first one with slashes in place of backslashes; and the one with slashes
+        percent-decoded, in Unicode form NFC, or in NFD, each of these three alone. In
+        remote storage no other spelling is tried, and no file is looked up.
 
         Args:
             given: The path as the table has it.
 
         Returns:
-            The full path or URI; and the size in bytes and the modification time in ns
-            since 1970. They are those of the first spelling that exists. If none
-            exists, the path is that of the first spelling, with (-1, 0). In remote
-            storage it is followed by (-1, -1). The path is None, with (-1, 0), if no
-            spelling exists and the first one is not inside the folder: it leads out by
+            The absolute path or the URI; and the size in bytes and the modification
+            time in ns since 1970. They are those of the first spelling that exists
+            inside the folder. If none exists there, the path is that of the first
+            spelling, with (-1, 0). A path in remote storage is percent-encoded here,
+            and is followed by (-1, -1). The path is None, with (-1, 0), if no spelling
+            exists inside the folder and the first one is not inside it: it leads out by
             '..', as an absolute path or by a link (without ``follow_links``), it is the
             local folder itself, it is a URI of another place, or it has a NUL
-            character.
+            character. In remote storage any part '..' and any absolute path counts as
+            leading out.
         """
         written = self._complete(given)
         path = self._inside(written)
@@ -84,9 +90,11 @@ class ImagePaths:
     def refusal(self, given: str) -> str:
         """Return why :meth:`locate` returns None for a path, and what to do.
 
-        The text is for an error message. The first reason that applies is given: the
-        path is one on a server of Label Studio, is a URL or URI, is a link out of the
-        folder, or is otherwise outside the folder.
+        The text is for an error message, and begins with the path in quotes. The first
+        reason that applies is given: the path is one on a server of Label Studio (it
+        begins with data/upload/ or data/local-files/, also after a slash), is a URL or
+        URI, leads out of the local folder by a link, or is outside the folder. The last
+        reason stands for all others, too.
 
         Args:
             given: The path as the table has it.
@@ -122,15 +130,17 @@ class ImagePaths:
     def _complete(self, given: str) -> str:
         """Remove file:// or the folder's own URI from a path, and add a missing ending.
 
-        With file://, percent-encoded characters are decoded, too. The URI of the folder
-        is removed only if the folder is remote. The ending is the option
-        ``image_suffix``. A path has it if it ends so in upper or lower case.
+        With file://, a host and all from '?' or '#' on are removed, too. The URI of the
+        folder is removed only if the folder is remote. In both cases percent-encoded
+        characters are decoded. The ending is the
+        option ``image_suffix``. A path has it if it ends so in any case of letters.
         """
         if given.startswith("file://"):
             given = filesystem.normalize_path(given)
         elif self._is_remote:
-            folder = self.root.partition("?")[0].rstrip("/") + "/"
-            given = given.removeprefix(folder)
+            folder = unquote(self.root.partition("?")[0].rstrip("/") + "/")
+            if unquote(given).startswith(folder):
+                given = unquote(given).removeprefix(folder)
         if self._suffix and not given.lower().endswith(self._suffix.lower()):
             given += self._suffix
         return given
@@ -139,10 +149,11 @@ class ImagePaths:
 def _other_spellings(path: str) -> Iterator[str]:
     """Yield other spellings of a path, by which its file may be found.
 
-    There are five, in this order: the path without spaces at its ends; the path with
-    slashes in place of backslashes; and three that change the one with slashes: its
-    percent-encoded characters are decoded, its Unicode form is NFC, or it is NFD. A
-    spelling may equal the path. For a path with a Windows drive nothing is yielded.
+    There are five, in this order: the path without white space at its ends; the path
+    with slashes in place of backslashes; and three that change the one with slashes:
+    its percent-encoded characters are decoded, its Unicode form is NFC, or it is NFD. A
+    spelling may equal the path. For a path that begins with a Windows drive, such as
+    ``C:`` and a slash or backslash, nothing is yielded.
     """
     slashes = path.replace("\\", "/")
     if not WINDOWS_DRIVE.match(path):
@@ -165,6 +176,8 @@ def find_images(
 ) -> Files:
     """Find the files of a column of image paths.
 
+    Local files are looked up, but not opened.
+
     Args:
         source: Name of the source, for errors.
         table_folder: Folder or URI of the table.
@@ -172,28 +185,30 @@ def find_images(
             a path. A path is relative to the folder ``options.image_folder``, or to
             ``table_folder`` if that is None. It may also be absolute, begin with
             ``file://``, or begin with the URI of a remote folder, if it is inside this
-            folder. If there is no such local file, other spellings are tried, see
-            :meth:`ImagePaths.locate`.
+            folder. If there is no such local file, other spellings are tried, such as
+            slashes in place of backslashes, see :meth:`ImagePaths.locate`.
         options: How the source is read. ``image_suffix`` is added to paths that lack
             it, and ``follow_links`` allows links that lead out of the folder.
         may_lack: Whether a row may have no path. Its path is then '', its size -1 and
             its time 0, which is an unreadable image.
         lines: The line of each of the N rows in the table, which errors name. None if
             the table is no file of text.
-        otherwise: Text that is added to the end of error messages about a path, with
-            another way to correct the table, such as "; or ...". '' for none.
+        otherwise: Text that is added to the end of error messages about a path that is
+            outside the folder or about files that do not exist, with another way to
+            correct the table, such as "; or ...". '' for none.
 
     Returns:
-        N files, with absolute paths or URIs, and '' for a row without a path. A local
+        N files as images: the absolute path or the URI of each, '' for a row without a
+        path, and its size in bytes and modification time in ns since 1970. A local
         file that does not exist has the size -1 and the time 0, and its image is
         unreadable. For a path in remote storage both are -1, because no file is looked
         up.
 
     Raises:
         ConfigError: A value is no text, a row has no path although ``may_lack`` is
-            False, :meth:`ImagePaths.locate` finds a path outside the folder, or rows
-            have paths but none of these files exists (which is not checked in remote
-            storage).
+            False, :meth:`ImagePaths.locate` returns None for a path, for example
+            because it is outside the folder, or rows have paths but none of these files
+            exists (which is not checked in remote storage).
     """
     paths_of_table = ImagePaths(table_folder, options)
     parts, row, first = list[Files](), 0, ""
@@ -234,11 +249,11 @@ def find_images(
 def _fix_of_missing(root: str, example: str, options: ReadOptions) -> str:
     """Return the end of the error that says that no image was found: what to do.
 
-    The first advice that fits is given. If the folder of the example has a file whose
-    name differs only in capitals, it is to correct the names. For a path with a Windows
-    drive it is to write relative paths. Otherwise it is to give the options that are
-    not set: ``--data.image-folder`` and, if the example does not end like an image,
-    ``--data.image-suffix``.
+    The first advice that fits is given. If the folder of the example has a file or
+    folder whose name differs only in capitals, it is to correct the names. For a path
+    with a Windows drive it is to write relative paths. Otherwise it is to give the
+    options that are not set: ``--data.image-folder`` and, if the example does not end
+    like an image, ``--data.image-suffix``.
 
     Args:
         root: Local folder that the paths are relative to.

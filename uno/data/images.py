@@ -40,7 +40,7 @@ EXTENSIONS = (
 
 
 class MissingImage(bytes):
-    """Empty image data of a row that names no readable image.
+    """Empty bytes in the place of the image of a row that has no image data.
 
     Args:
         reason: Why there is no image, and what to do.
@@ -79,8 +79,10 @@ class Images(Protocol):
         Returns:
             n images: encoded bytes, a path or URI, or RGB pixels uint8 (H, W, 3). For
             an image in a file of its own the path is returned, and the file is not
-            read, so a missing or unreadable file is noticed when it is decoded. A
-            source of embeddings returns an array float32 (D,) for each row.
+            read, so a missing or unreadable file is noticed when it is decoded. A row
+            without an image gives empty bytes or the path '', which decoding refuses. A
+            source of embeddings returns an array float32 (D,) for each row, the
+            embedding of its first view.
 
         Raises:
             ConfigError: A file that holds many images, such as a Parquet file or a tar
@@ -94,7 +96,7 @@ class Images(Protocol):
     def take(self, rows: np.ndarray) -> ImageSubset:
         """Return only the images of some rows, in that order, numbered from 0.
 
-        Nothing is read or copied.
+        No image is read or copied.
 
         Args:
             rows: Row numbers, int64 (n,).
@@ -137,25 +139,26 @@ class Images(Protocol):
             rows: Row numbers, int64 (n,).
 
         Returns:
-            A number for each row, an integer (n,): rows with equal numbers are read at
-            once, for example all rows of a row group. None, the default, if each image
-            is read by itself.
+            Integers (n,), one for each row: rows with equal numbers are stored in one
+            group and are read together, for example the rows of a Parquet row group.
+            None, the default, if each image counts as read by itself.
         """
         return None
 
     def sizes(self, rows: np.ndarray) -> np.ndarray:
         """Return the stored size of each image in bytes.
 
-        By default the images are read to measure them. Of an image that is read as a
-        path, the file is looked up.
+        By default :meth:`read_images` is called to measure the images. A local file is
+        then looked up, but not read. A URI is not looked up.
 
         Args:
             rows: Row numbers, int64 (n,).
 
         Returns:
             int64 (n,): the bytes of the file, of the encoded image, or of the array of
-            pixels; -1 for a missing file, and if a size is not known, as of a URI;
-            about the mean size in a row group for images in Parquet files.
+            pixels; for an embedding the bytes of its first view. -1 for a missing file,
+            and if a size is not known, which by default holds for every URI. For images
+            in Parquet files it is about the mean compressed size in the row group.
         """
         images = self.read_images(rows)
         sizes = [
@@ -178,8 +181,8 @@ class Images(Protocol):
         Returns:
             An Arrow array of n large strings. For images or embeddings in memory
             instead an iterable of n ``bytes``: the shape and the pixels of an image,
-            its encoded bytes, its path if that is in the list, or the numbers of an
-            embedding.
+            its encoded bytes, its path if the item in memory is a path, or the numbers
+            of all views of an embedding.
         """
         return decimal(self.sizes(rows))
 
@@ -190,9 +193,9 @@ class Images(Protocol):
             rows: Row numbers, int64 (n,).
 
         Returns:
-            int64 (n,), ns since 1970. 0, the default, for images in memory and for
-            missing local files; -1 if the time is not known. Changes of images in
-            memory are seen in :meth:`content_keys`.
+            int64 (n,), ns since 1970. 0, the default, for images in memory, for
+            embeddings and for missing local files; -1 if the time is not known. Changes
+            of images in memory and of embeddings are seen in :meth:`content_keys`.
         """
         return np.zeros(len(rows), np.int64)
 
@@ -252,8 +255,9 @@ class Images(Protocol):
 
         Returns:
             Embeddings float32 (n, V, D) of V views, the evaluation view first, and for
-            each row the reason why it has no valid embedding, or None. A single None,
-            the default, for a source of images.
+            each row the reason why it has no valid embedding, or None. A row without a
+            valid embedding has zeros. A single None, the default, for a source of
+            images.
         """
         return None
 
@@ -267,13 +271,15 @@ class Images(Protocol):
         return self
 
     def captions(self, rows: np.ndarray) -> list[str | None]:
-        """Return the text below the picture of each row, or None for no text.
+        """Return the text that a report shows below the picture of each row.
 
-        By default no row has a text. A row without a picture is shown by its text
-        alone.
+        If a source has no pictures at all, a report shows this text in their place.
 
         Args:
             rows: Row numbers, int64 (n,).
+
+        Returns:
+            n entries, None for a row without a text. By default no row has one.
         """
         return [None] * len(rows)
 
@@ -327,8 +333,10 @@ class ImageSubset(Images):
             rows: Row numbers in the subset, int64 (n,).
 
         Returns:
-            n images: encoded bytes, a path or URI, or pixels uint8 (H, W, 3). For an
-            image in a file of its own the path is returned, and the file is not read.
+            n images as the base images return them: encoded bytes, a path or URI, or
+            pixels uint8 (H, W, 3); or an array float32 (D,) from a source of
+            embeddings. For an image in a file of its own the path is returned, and the
+            file is not read.
 
         Raises:
             ConfigError: A file that holds many images, such as a Parquet file or a tar
@@ -511,7 +519,9 @@ class Files(Images):
         ]
 
     def sizes(self, rows: np.ndarray) -> np.ndarray:
-        """Return the size of each file in bytes.
+        """Return the size of each file in bytes, from the attribute ``stats``.
+
+        No file is looked up now.
 
         Args:
             rows: Row numbers, int64 (n,).
@@ -522,7 +532,9 @@ class Files(Images):
         return self.stats[rows, 0]
 
     def times(self, rows: np.ndarray) -> np.ndarray:
-        """Return when each file was last changed.
+        """Return when each file was last changed, from the attribute ``stats``.
+
+        No file is looked up now.
 
         Args:
             rows: Row numbers, int64 (n,).
@@ -542,6 +554,7 @@ class Files(Images):
 def as_images(images: Images | Sequence[Any] | np.ndarray) -> Images:
     """Wrap a list of images or an array uint8 (N, H, W, 3) as :class:`InMemory`.
 
+    An item of a list may be encoded bytes, a path or URI, or pixels uint8 (H, W, 3).
     Nothing is checked or copied. An object that is :class:`Images` already is returned
     unchanged.
     """
@@ -551,8 +564,8 @@ def as_images(images: Images | Sequence[Any] | np.ndarray) -> Images:
 def is_image(name: str) -> bool:
     """Return whether a file name or path ends like an image, such as .jpg or .PNG.
 
-    The endings are those of :data:`EXTENSIONS`, in upper or lower case. No file is
-    opened.
+    The endings are .jpg, .jpeg, .jfif, .png, .webp, .bmp, .gif, .tif, .tiff and .dcm,
+    in upper or lower case. No file is opened.
     """
     return name.lower().endswith(EXTENSIONS)
 
@@ -577,7 +590,8 @@ def with_every_class(chosen: np.ndarray, labels: np.ndarray) -> np.ndarray:
 
     Args:
         chosen: The rows of the sample, int64 (n,), ascending.
-        labels: The class of each of all N rows, int64 (N,).
+        labels: The class of each of all N rows, int64 (N,). Each different number is a
+            class.
 
     Returns:
         The rows of the larger sample, int64, ascending.
@@ -597,10 +611,11 @@ def spread(
     Rows that are read by themselves, or are in memory, are chosen evenly spaced: of
     each kind ``num``, or all if it has fewer. Of images that are stored together, whole
     groups are chosen evenly spaced, the same ones for all kinds of rows as far as they
-    suffice. If the groups are sorted by class, so that a few of them show few classes,
-    single rows of all kinds are chosen evenly spaced after all. This is so if the rows
-    of the first kind in these groups have less than 90 % (:data:`SORTED_SHARE`) of the
-    classes of evenly spaced rows.
+    suffice; of a kind with more than ``num`` rows in them, evenly spaced ones are kept.
+    If the groups are sorted by class, so that a few of them show few classes, single
+    rows of all kinds are chosen evenly spaced after all. This is so if ``labels`` are
+    given, and the rows of the first kind that were chosen by groups have less than 90 %
+    (:data:`SORTED_SHARE`) of the number of classes of evenly spaced rows.
 
     Args:
         images: The images of all rows.

@@ -68,11 +68,12 @@ def read_label_file(path: str) -> GivenLabels:
     - A table (.csv, .tsv, .jsonl) with the columns ``id`` and ``label``, or columns of
       other usual names, as in the CSV file of Label Studio. The column of images is the
       first of image_id, id, path, image, file_name and filename that there is, and that
-      of labels the first of label, class and choice.
+      of labels the first of label, class and choice. Names in capitals do not count.
     - Label Studio's JSON or JSON-MIN: the submitted annotations.
-    - ``samples.json`` of a ``FiftyOneDataset``: labels that differ from the prediction,
-      and those with the tag ``confirmed`` on the label or its sample.
-    - "CVAT for images" (.xml): tags that a person has added or changed.
+    - ``samples.json`` of a ``FiftyOneDataset``: labels that differ from the prediction
+      or have none, and those with the tag ``confirmed`` on the label or its sample.
+    - "CVAT for images" (.xml): tags that a person has added or changed, which are all
+      but those with the source ``auto``.
 
     Args:
         path: Path or URI of the file. Its ending, in upper or lower case, is one of
@@ -84,8 +85,10 @@ def read_label_file(path: str) -> GivenLabels:
         the first one.
 
     Raises:
-        ConfigError: The file cannot be read, is of another kind, is damaged, has no
-            label of a person, or puts every image into several classes.
+        ConfigError: The file cannot be read, is larger than ``MAX_TABLE_BYTES`` (1
+            GiB), is of another kind, is damaged, lacks a column, has no label of a
+            person, or puts every image into several classes; or it is not clear which
+            of several groups of choices or fields holds the classes.
     """
     suffix = filesystem.split(path)[1].lower().rpartition(".")[2]
     if suffix in ("csv", "tsv", "jsonl"):
@@ -137,12 +140,12 @@ def with_label_file(rows: Rows, path: str) -> Rows:
     Returns:
         A copy of the rows with the labels of the file, with a note that counts the
         images that were found, and with warnings about images in several classes and
-        about labels of images that are not among the rows. ``eval_labels`` and
+        about images that :func:`match_images` does not find. ``eval_labels`` and
         ``class_names`` stay as they are.
 
     Raises:
-        ConfigError: :func:`read_label_file` refuses the file; no image that it names
-            is found by :func:`match_images`; all labels of the images that are found
+        ConfigError: :func:`read_label_file` refuses the file; no image to which it
+            gives one class is found by :func:`match_images`; all labels of these images
             are numbers, and one is a fraction; or a class has a name longer than
             ``MAX_LABEL_LENGTH``, or one that differs from another class of the labels
             or ``eval_labels`` only by spaces around it or as ``1`` and ``1.0`` do.
@@ -155,8 +158,9 @@ def with_label_file(rows: Rows, path: str) -> Rows:
     missing = [image for image in given.classes if image not in found]
     if missing:
         what = (
-            f"{path}: {plural(len(missing), 'label')} of images that are not in"
-            f" {rows.source}, e.g. {one_line(repr(missing[0]))}"
+            f"{path}: {plural(len(missing), 'label')} of images that match no row of"
+            f" {rows.source}, several rows, or a row that has a label of this file,"
+            f" e.g. {one_line(repr(missing[0]))}"
         )
         if not found:
             example = one_line(repr(rows.ids[0].as_py()))
@@ -196,8 +200,8 @@ def match_images(
     the row ends with the name, or if the name ends with the id or path of the row. The
     image is not found if this holds for no row, for several rows, or for a row that
     another image of the file means already. In this comparison slashes at the beginning
-    of a name are ignored, and the file name in an id or path may also be written as
-    Label Studio writes it, see :func:`_name_of_upload`.
+    of names, ids and paths are ignored, and the file name in an id or path may also be
+    written as Label Studio writes it, see :func:`_name_of_upload`.
 
     Args:
         images: The names of images in the file, which are ids or paths.
@@ -217,7 +221,7 @@ def match_images(
     rows_of_name = defaultdict[str, list[tuple[str, int]]](list)
     for row, names in enumerate(zip(ids.to_pylist(), paths(), strict=True)):
         for name in filter(None, names):
-            folder, slash, file = name.rpartition("/")
+            folder, slash, file = name.lstrip("/").rpartition("/")
             for shown in {file, _name_of_upload(file)}:
                 rows_of_name[shown].append((f"/{folder}{slash}{shown}", row))
     taken = {*found.values()}
@@ -247,13 +251,13 @@ def _answers_of_table(path: str) -> Answers:
         Pairs of the id or path of an image, and its label. Addresses of images are
         converted by :func:`_name_of_address`. A label that is a number or boolean
         becomes its text, and white space at the ends of a label's cell is removed. An
-        image with several labels in its cell, as Label Studio writes them, gives one
-        pair for each.
+        image with several labels in its cell, as a JSON list or as Label Studio writes
+        them, gives one pair for each, see :func:`_classes_of`.
 
     Raises:
         ConfigError: The table cannot be read, has no column of images or no column of
-            labels, or a label is a JSON object without the key ``choices``.
-        TypeError: The ``choices`` of a label in JSON are neither text nor a list.
+            labels, or a label in JSON lines is an object whose ``choices`` are missing
+            or are not a list.
     """
     columns = read_text_table(path).columns
     image = next((name for name in IMAGE_KEYS if name in columns), None)
@@ -288,9 +292,10 @@ def _answers_of_tool(path: str, suffix: str) -> Answers:
         gave.
 
     Raises:
-        ConfigError: The file cannot be read, is damaged, is an XML file with a document
-            type, is of another tool, or does not say which of several choices or fields
-            holds the classes.
+        ConfigError: The file cannot be read, is larger than ``MAX_TABLE_BYTES`` (1
+            GiB), is damaged, is an XML file with a document type, is of another tool,
+            has a task of Label Studio that names no image, or does not say which of
+            several groups of choices or fields holds the classes.
     """
     text = filesystem.read_text(path, MAX_TABLE_BYTES)
     try:
@@ -325,7 +330,8 @@ def _answers_of_label_studio(tasks: Sequence[Mapping[str, Any]]) -> Answers:
 
     Yields:
         Pairs of the id or path of an image, and a label that a person chose. Several
-        annotations of a task, or several choices, give several pairs.
+        annotations of a task, or several classes that are chosen in one group, give
+        several pairs.
 
     Raises:
         ValueError: A task names no image, or it is not clear which of several groups of
@@ -363,6 +369,8 @@ def _answers_of_choices(image: str, choices: Mapping[str, Any]) -> Answers:
 
     Raises:
         ValueError: There are several groups, and none has a name of :data:`LABEL_KEYS`.
+        KeyError or TypeError: What was chosen is neither a text, a list nor an object
+            with ``choices``.
     """
     if not choices:
         return
@@ -383,8 +391,9 @@ def _classes_of(chosen: Any) -> list[str]:
     Args:
         chosen: A class, which is any text, or a list of classes, which may be empty.
             Several classes are ``{"choices": [...]}`` in JSON-MIN, and the text of that
-            in a table. A text that begins so but is no JSON of a list is the name of
-            one class. Classes in a list that are not text become text.
+            in a table. A text that begins with ``{"choices":`` but is no JSON, or whose
+            ``choices`` are no list, is the name of one class. Classes in a list that
+            are not text become text.
 
     Returns:
         The names of the classes, in their order.
@@ -412,7 +421,9 @@ def _image_of_task(data: Mapping[str, Any]) -> str:
         data: The data of the task by name.
 
     Raises:
-        ValueError: The data has no ``image_id`` and no value that ends like an image.
+        ValueError: The data has no ``image_id`` and no value that is the path or
+            address of an image file, by its ending, see
+            :func:`~uno.data.images.is_image`.
     """
     if "image_id" in data:
         return str(data["image_id"])
@@ -458,9 +469,11 @@ def _answers_of_fiftyone(samples: Sequence[Mapping[str, Any]]) -> Answers:
     """Yield images and the labels that a person has given to them in FiftyOne.
 
     These are labels that differ from the prediction that we exported, labels without
-    such a prediction, and labels that have the tag :data:`CONFIRMED`, or whose sample
-    has it. The label of a sample is its field ``ground_truth``, or else its only field
-    of the type ``Classification``. Samples without a label are left out.
+    such a prediction, and labels that have the tag ``confirmed`` (:data:`CONFIRMED`),
+    or whose sample has it. The exported prediction is the entry ``predicted`` of a
+    label. The label of a sample is its field ``ground_truth`` of the type
+    ``Classification``, or else its only field of this type. Samples without a label are
+    left out.
 
     Args:
         samples: The samples in ``samples.json``, one object for each image.
@@ -472,7 +485,7 @@ def _answers_of_fiftyone(samples: Sequence[Mapping[str, Any]]) -> Answers:
 
     Raises:
         ValueError: A sample has several fields of FiftyOne's type ``Classification``,
-            and none is ``ground_truth``.
+            and none of them is called ``ground_truth``.
         KeyError, TypeError or AttributeError: The content has another structure.
     """
     for sample in samples:

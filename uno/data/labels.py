@@ -30,7 +30,8 @@ def encode_labels(
     """Return the class of every row of a source, by one rule for all sources.
 
     - None, NaN, ``pandas.NA`` and blank text are no label.
-    - Text is the name of a class. Booleans are the classes ``True`` and ``False``.
+    - Text is the name of a class, with any spaces around it. Booleans are the classes
+      ``True`` and ``False``.
     - Whole numbers are classes: 0 and 0.0 are both ``0``. A negative whole number is no
       label.
     - Other numbers are refused.
@@ -40,7 +41,8 @@ def encode_labels(
 
     Args:
         source: The source, as error messages name it.
-        values: The label of each of N rows, as its reader found it.
+        values: The label of each of N rows, as its reader found it. A scalar of NumPy
+            or PyTorch counts as its Python value.
         declared: Names of the classes 0, 1, ... if the source's metadata has them. They
             replace labels that are numbers, not labels that are text.
         name_row: Returns how error messages name a row, given its number.
@@ -82,7 +84,7 @@ def encode_labels(
 
 
 def encode_column(
-    source: str, column: Any, declared: Sequence[str] = ()
+    source: str, column: Any, declared: Sequence[str] = (), name: str = "label"
 ) -> pa.DictionaryArray:
     """Return the class of every row of an Arrow column of labels.
 
@@ -93,10 +95,12 @@ def encode_column(
 
     Args:
         source: The source, as error messages name it.
-        column: An Arrow array or chunked array of N labels.
+        column: An Arrow chunked array of N labels, such as a column of a table. Its
+            values may be dictionary encoded.
         declared: Names of the classes 0, 1, ... if the source's metadata has them. They
             replace labels that are numbers, not labels that are text. Empty if there
             are none; the class of 0 is then named ``0``.
+        name: The name of the column, as error messages have it.
 
     Returns:
         The labels, a dictionary array (N,) with the names of the classes in the order
@@ -118,7 +122,7 @@ def encode_column(
     ):
         fix = "cast it to text or whole numbers"
         raise ConfigError(
-            f"{source}: column label must hold names or numbers, not {column.type};"
+            f"{source}: column {name} must hold names or numbers, not {column.type};"
             f" {fix}"
         )
     kind = pa.float64() if pa.types.is_float16(kind) else kind

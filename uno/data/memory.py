@@ -199,8 +199,9 @@ class TrainSet:
     """The training rows in memory, with all that training may see.
 
     It holds no label of a novel class. Images are uint8 (N, 3, S, S). Their place can
-    be taken by features float32 (N, 1 + V, D) of a frozen encoder: one view for
-    evaluation and V random views, see :mod:`uno.data.features`.
+    be taken by features float32 (N, 1 + V, D): those of a frozen encoder for one view
+    for evaluation and V random views, see :mod:`uno.data.features`; or the embeddings
+    of a source that has no images, of which each row has 1 + V views.
 
     Attributes:
         labeled_images: Images or features of the N_l labeled rows.
@@ -283,8 +284,8 @@ class TrainSet:
             sample, int64 (b,). In the sample the chosen labeled rows come first, then
             the chosen unlabeled rows. No batch has both. The second is a function. It
             takes such positions of some batches, and yields for each of them the images
-            or features of its rows (features with all 1 + V views) and bool (b,), which
-            rows could be read (here all).
+            or features of its rows (features with all 1 + V views), on the device of
+            the set, and bool (b,), which rows could be read (here all).
         """
         images = self.labeled_images, self.unlabeled_images
         return plan_reading([*zip(images, chosen, strict=True)], batch_size)
@@ -418,8 +419,8 @@ def plan_reading(
         Two values. The first has for each batch the positions of its rows in the
         sample, int64 (b,), consecutive and all in one part. The second is a function.
         It takes such positions of some batches, and yields for each of them the images
-        or features of its rows and bool (b,), which rows could be read (here all).
-        Nothing is read before the function is called.
+        or features of its rows, on the device of their part, and bool (b,), which rows
+        could be read (here all). It reads each batch when it yields it.
     """
     ends = np.cumsum([len(rows) for _, rows in parts])
     size = min(batch_size, max(MIN_BATCH_ROWS, -(-int(ends[-1]) // MAX_BATCHES)))
@@ -464,7 +465,7 @@ def keep_pixels(
     Args:
         task: All N rows of the run.
         images: Pixels uint8 (N, 3, S, S); or features (N, 1 + V, D) of an evaluation
-            view and V random views, of which only the first is kept. A
+            view and V other views, of which only the first is kept. A
             :class:`RowBlocks` has pixels, or features (N, D), and is kept as it is.
         reasons: For each row the reason why it is unreadable, or None.
 
@@ -488,8 +489,7 @@ def assemble(task: Task, images: Tensor, ok: np.ndarray) -> TrainSet:
     Args:
         task: All N rows of the run, training and test rows.
         images: Pixels uint8 (N, 3, S, S) of squares of side S; or features float32 (N,
-            1 + V, D) of a frozen encoder, D for each view: the evaluation view first,
-            then V random views.
+            1 + V, D), D for each view: the evaluation view first, then V other views.
         ok: Whether each row is readable, bool (N,). Other rows are left out.
 
     Returns:
@@ -538,7 +538,7 @@ def eval_sets(task: Task, images: Tensor, ok: np.ndarray) -> dict[str, EvalSet]:
     Args:
         task: All N rows of the run.
         images: Pixels uint8 (N, 3, S, S), or features float32 (N, 1 + V, D) of an
-            evaluation view and V random views, of which the first is evaluated.
+            evaluation view and V other views. Only the first view is evaluated.
         ok: Whether each row is readable, bool (N,). Other rows are left out.
 
     Returns:
@@ -594,11 +594,13 @@ class MemoryBatches:
 
         Returns:
             A batch of this worker's b_l labeled rows, followed by its b_u unlabeled
-            rows: ``views``, V tensors of pixels or features of all these rows, large
-            views first; ``labels``, the known class of each labeled row, int64 (b_l,);
-            ``num_large``, the number of large views; and ``rows``, the numbers of the
-            unlabeled rows among the unlabeled training rows, int64 (b_u,). A pretext
-            task trains on all rows alike: ``labels`` is then empty, and ``rows`` None.
+            rows: ``views``, V tensors of all these rows, large views first: augmented
+            and normalized pixels float32 (b_l + b_u, 3, S_v, S_v) of side S_v, or
+            features (b_l + b_u, D); ``labels``, the known class of each labeled row,
+            int64 (b_l,); ``num_large``, the number of large views; and ``rows``, the
+            numbers of the unlabeled rows among the unlabeled training rows, int64
+            (b_u,). A pretext task trains on all rows alike: ``labels`` is then empty,
+            and ``rows`` None.
         """
         labels, positions = self._train.labels, self._order.positions
         labeled, unlabeled = self._order.rows(step)
@@ -640,8 +642,9 @@ class MemoryBatches:
 
         Returns:
             V tensors float32 (b_l + b_u, 3, S_v, S_v), large views first, normalized by
-            ``data.mean`` and ``data.std``. The rows are in the order of ``labeled``,
-            then ``unlabeled``.
+            ``data.mean`` and ``data.std``. S_v is the side of the view, which can
+            be another one for large than for small views. The rows are in the order of
+            ``labeled``, then ``unlabeled``.
         """
         train, data = self._train, self._config.data
         return augment(
@@ -679,7 +682,9 @@ class MemoryBatches:
 
         Returns:
             ``augment.large.num_views`` tensors (b_l + b_u, D) of features, in the order
-            of ``labeled``, then ``unlabeled``. The views of a row are different ones.
+            of ``labeled``, then ``unlabeled``. The views of a row have different
+            numbers. They can be equal in a source of vectors, where a row with fewer
+            views than others repeats its own.
         """
         train, plan = self._train, self._plan
         num_rows = plan.labeled_size + plan.unlabeled_size

@@ -74,8 +74,9 @@ def fix_for(path: str) -> str:
         path: Path or name of the file. Its ending may be in any case of letters.
 
     Returns:
-        Text such as ``video; take still images``, which may contain ``path``; '' if the
-        ending is not in :data:`FIXES`.
+        Text such as ``video; take still images``. For some endings the advice is a
+        command that contains ``path`` as it was given. '' if the ending is not in
+        :data:`FIXES`, such as ``.jpg`` or ``.csv``.
     """
     name = path.lower()
     fix = next((fix for suffix, fix in FIXES.items() if name.endswith(suffix)), "")
@@ -108,7 +109,8 @@ def hint_of_files(names: Iterable[str]) -> str:
 
     Returns:
         ``; NAME is there: ADVICE`` for the first name, in the given order, whose ending
-        is in :data:`FIXES`. ADVICE is the text of :func:`fix_for`: what the file holds
+        is in :data:`FIXES`. NAME is the name as it was given, with escapes for bytes
+        that are not UTF-8. ADVICE is the text of :func:`fix_for`: what the file holds
         and what to do with it. The result is '' if there is no such name.
     """
     for name in names:
@@ -121,17 +123,20 @@ def refuse_annotations(root: str) -> None:
     """Raise an error if a folder has the layout of COCO, YOLO or Pascal VOC.
 
     Their annotations are boxes around objects, not one class for an image. Only names
-    of files and folders are looked at, in the folder itself and in its subfolders
-    train, test, val, valid and validation.
+    of files and folders are looked at, in the folder itself, in its subfolders train,
+    test, val, valid and validation, and in its subfolder annotations. No file is
+    opened.
 
     Args:
         root: Path or URI of the folder.
 
     Raises:
-        ConfigError: One of these folders has a file ``_annotations.coco.json``, both
-            folders ``images`` and ``labels``, or both folders ``JPEGImages`` and
-            ``Annotations``; or the folder ``annotations`` in ``root`` has a file whose
-            name begins with ``instances``. Also if a folder cannot be listed.
+        ConfigError: ``root`` or a subfolder of a split has a file
+            ``_annotations.coco.json``, both folders ``images`` and ``labels``, or both
+            folders ``JPEGImages`` and ``Annotations``; or the folder ``annotations`` in
+            ``root`` has a file whose name begins with ``instances``. The message names
+            the layout, and advises to crop the boxes. Also if a folder cannot be
+            listed, or ``root`` is local and does not exist.
     """
     top, _ = children(root)
     kind = ""

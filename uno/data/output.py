@@ -35,19 +35,21 @@ def holds_output(
 
     Args:
         storage: The directory, or one above it.
-        mark: Path below ``storage`` of the file that every such output has.
+        mark: Path below ``storage`` of the file that every such output has at the top
+            of its directory. The folder part of the path is the directory.
         what: What the output is called in messages, such as "run".
-        also: Names of files and folders that a command may write before the mark. By
-            default there are none.
+        also: Names of files and folders in the directory that a command may write
+            before the mark. By default there are none.
 
     Returns:
-        True if the mark is there, whatever else the directory holds. False if the
-        directory is missing, is empty, or holds no more than what ``also`` names, a
-        lock, and temporary files of these and of the mark: a command was killed before
-        it wrote the mark.
+        True if the mark is there, whatever else the directory holds; the content of the
+        mark is not read. False if the directory is missing, is empty, or holds no more
+        than what ``also`` names, a lock, and temporary files of these and of the mark:
+        a command was killed before it wrote the mark.
 
     Raises:
-        ConfigError: The mark is missing, and the directory holds anything else.
+        ConfigError: The mark is missing, and the directory holds anything else, also a
+            hidden file.
         StorageError: The mark cannot be looked up, or the directory cannot be listed.
     """
     if storage.exists(mark):
@@ -70,23 +72,27 @@ def claim_directory(
 ) -> None:
     """Begin an output in a free directory, or accept the same output to resume it.
 
-    A directory is free if :func:`holds_output` is False for it. There, this writes the
-    file ``mark``, a JSON object of ``identity`` and ``more``. Otherwise it writes
-    nothing and compares the mark with ``identity``.
+    A directory is free if :func:`holds_output` returns False for it: it has no mark,
+    and nothing but a lock and temporary files of the lock and the mark. There, this
+    writes the file ``mark``, a JSON object of ``identity`` and ``more``. If there is a
+    mark, this writes nothing and compares the mark with ``identity``.
 
     Args:
         storage: The directory, or one above it.
-        mark: Path below ``storage`` of the file that describes the output.
+        mark: Path below ``storage`` of the file that describes the output, at the top
+            of the directory.
         identity: JSON values that say what the output is made from.
         what: What the output is called in messages, such as "pack".
         **more: Further JSON values of a new mark. They are not compared when the output
             is resumed, and the mark keeps its old ones.
 
     Raises:
-        ConfigError: The directory holds other files and no mark; or its mark lacks a
-            key of ``identity``, has another value for it, or is no JSON object.
+        ConfigError: The directory holds other files and no mark; or its mark has
+            another value than ``identity`` for a key. A key that the mark lacks counts
+            as null, and a mark that is no JSON object as one without keys. Further keys
+            of the mark are not compared. The message lists the keys that differ.
         StorageError: The directory cannot be listed, or the mark cannot be read or
-            written.
+            written, or has more than 64 MiB (``MAX_STATE_BYTES``).
     """
     if not holds_output(storage, mark, what):
         storage.write(mark, json.dumps({**identity, **more}, indent=1).encode())
@@ -119,7 +125,7 @@ def other_settings_error(
 
     Args:
         place: Path or URI of the output.
-        what: What it holds, such as "a cell".
+        what: What it holds, with its article, such as "a run".
         keys: Names of the settings that differ. The message has the first 6 of them
             (:data:`MOST_KEYS`), and dots if there are more.
         advice: What the user can do.
@@ -132,10 +138,9 @@ def list_temporary_files(storage: Storage, below: str = "") -> list[str]:
     """Return the temporary files that killed processes left below a directory.
 
     They are found by names such as ``.model.pt.0a1b2c3d`` (a dot, the final name, a dot
-    and 8 hex digits), in the directory and all folders below it. So a file that another
-    process is writing at the moment is among them.
-    Temporary files of the lock are not, because the process that holds the lock may be
-    writing it.
+    and 8 lower-case hex digits), in the directory and all folders below it. So a file
+    that another process is writing at the moment is among them. Temporary files of the
+    lock are not, because the process that holds the lock may be writing it.
 
     Args:
         storage: The directory, or one above it.
@@ -143,7 +148,8 @@ def list_temporary_files(storage: Storage, below: str = "") -> list[str]:
 
     Returns:
         Paths relative to the root of ``storage``, in no particular order. The list is
-        empty in remote storage, where a file is written by one upload.
+        empty for a directory that does not exist, and in remote storage, where a file
+        is written by one upload.
     """
     found = Path(storage.path(below)).rglob(".*") if storage.is_local else ()
     return [
@@ -174,11 +180,13 @@ def delete_temporary_files(storage: Storage, below: str = "") -> None:
 def delete_temporary_files_of(storage: Storage, name: str) -> None:
     """Delete the temporary files that killed writers of one file left.
 
-    No other process may write the file at the same time.
+    They are the files beside it whose :func:`final_name` is the name of the file. No
+    other process may write the file at the same time.
 
     Args:
         storage: The directory.
-        name: Name of the file at the top of the directory. The file itself stays.
+        name: Name of the file at the top of the directory. The file itself, if there is
+            one, stays.
 
     Raises:
         StorageError: The directory cannot be listed, or a file cannot be deleted.
@@ -196,7 +204,7 @@ def final_name(name: str) -> str:
 
     Returns:
         The final name, such as ``model.pt``; '' if the name is not that of a temporary
-        file, which is a dot, the final name, a dot and 8 hex digits.
+        file, which is a dot, the final name, a dot and 8 lower-case hex digits.
     """
     return name[1:].rpartition(".")[0] if TEMPORARY.fullmatch(name) else ""
 
@@ -236,8 +244,8 @@ def parse_mapping(data: bytes | str) -> dict[str, Any] | None:
         data: The JSON text, as bytes in UTF-8 or as str.
 
     Returns:
-        The dict, or None if the data is no JSON, is nested too deeply, or is JSON of
-        another type.
+        The dict, or None if the data cannot be parsed (it is no JSON, is nested too
+        deeply, or has an integer of thousands of digits) or is JSON of another type.
     """
     try:
         found = parse_json(data)
@@ -257,7 +265,8 @@ def dump_tensors(
 
     Args:
         name: The name that the file is to have, which ``load_tensors`` compares.
-        tensors: The tensors by name, contiguous and in CPU memory.
+        tensors: The tensors by name, contiguous and in CPU memory. No two of them may
+            share memory.
         facts: Further texts for ``__metadata__``, without the key "sha256". The key
             "name" is replaced.
     """
@@ -270,7 +279,8 @@ def load_tensors(name: str, data: bytes) -> tuple[dict[str, Tensor], dict[str, s
     """Check and read the content of a file that :func:`dump_tensors` made.
 
     Args:
-        name: The name of the file.
+        name: The name of the file. It must be the one that was given to
+            :func:`dump_tensors`.
         data: The content of the file.
 
     Returns:

@@ -77,8 +77,9 @@ class Shard(NamedTuple):
 
     Attributes:
         name: File name of the shard.
-        rows: The number of its rows, with those that are left out.
-        bad: The rows that are left out because their images are unreadable.
+        rows: The number of rows that it was to hold, with those that are left out.
+        bad: The rows that are left out because their images are unreadable, in order:
+            a dict for each row, with its id under "id" and the reason under "reason".
     """
 
     name: str
@@ -92,7 +93,8 @@ def store_shard(
     """Write one Parquet shard of a pack to the file ``shard.name`` in ``output``.
 
     A file of that name is replaced. Every image is decoded to check it, and the rows of
-    unreadable images are left out of the file.
+    unreadable images are left out of the file, which is also written if no row is left.
+    Encoded images keep their bytes, and pixels become PNG.
 
     Args:
         output: The directory of the pack.
@@ -104,7 +106,7 @@ def store_shard(
 
     Returns:
         The shard: its name, the number n of its rows (those left out are counted), and
-        the id and the reason of each row that is left out.
+        for each row that is left out a dict with the keys "id" and "reason".
 
     Raises:
         StorageError: The file cannot be written; or an image's file cannot be read now,
@@ -133,9 +135,14 @@ def _format_shard(
 ) -> bytes:
     """Return the content of a shard's Parquet file. No file is written.
 
+    Images are stored without further compression, and other columns with zstd. Pages
+    have checksums.
+
     Args:
         rows: All rows of the source, from which labels, splits and true classes are
-            taken. If ``rows.class_names`` is not empty, it has all their classes.
+            taken. If ``rows.class_names`` is not empty, it has every class of
+            ``rows.labels``, and labels are stored as positions in it. Otherwise they
+            are stored as text. A row without a label has null.
         shard: The n rows that the shard is to hold.
         ids: Their n ids.
         encoded: The bytes of each of the n images; or as text the reason why it is
@@ -180,11 +187,12 @@ def _make_schema(rows: Rows, bad: list[BadRow]) -> pa.Schema:
 
     The columns are id, image (bytes), label and split, and eval_label (text) if the
     source has true classes for evaluation. All but the image and the label are text.
-    The metadata holds, as JSON under the key ``uno``, the known classes that the source
-    declares, and the id and reason of each row that is left out. If the source declares
-    an order of classes, labels are int64, positions in ``rows.class_names``, and the
-    metadata holds these names in the format of Hugging Face's datasets. Otherwise
-    labels are text.
+    The metadata holds under the key ``uno`` a JSON object: "known" is the list of the
+    known classes that the source declares, which may be empty, and "bad" the list of
+    the rows that are left out, each with "id" and "reason". If the source declares an
+    order of classes, labels are int64, positions in ``rows.class_names``, and the
+    metadata holds these names under the key ``huggingface``, in the format of Hugging
+    Face's datasets. Otherwise labels are text.
 
     Args:
         rows: All rows of the source.
@@ -218,11 +226,14 @@ write.
 def store_local(threads: int) -> Store:
     """Return a function that writes shards one after the other in this process.
 
-    The function is a :data:`Store`. It reads the images of a shard, and writes the
-    shard, when the next result is asked for.
-
     Args:
         threads: The number of threads that decode and encode images.
+
+    Returns:
+        A generator function, which is a :data:`Store`. Its arguments are the directory
+        of the pack, all rows of the source, and an iterator of the :class:`ShardRows`
+        to write. It yields a :class:`Shard` for each. It reads the images of a shard,
+        and writes the shard, when the next result is asked for.
     """
 
     def store(
@@ -234,6 +245,10 @@ def store_local(threads: int) -> Store:
             output: The directory of the pack.
             rows: All rows of the source, with their images.
             shards: The shards to write, taken one at a time.
+
+        Yields:
+            The name of each shard, the number of its rows, and the rows that are left
+            out because their images are unreadable, in the order of ``shards``.
 
         Raises:
             ConfigError: A source file that holds many images cannot be read.
@@ -258,12 +273,15 @@ def pack(
 ) -> Packed:
     """Write a data set as Parquet shards, or complete a pack that was interrupted.
 
-    Rows are shuffled, the same way at every call. In a new directory ``pack.json``
-    is written first, with ``finished`` false. After the last shard it is written with
-    ``finished`` true. Shards that an earlier call wrote are kept. Missing ones, and
-    those whose footer is damaged, are written. Temporary files in the directory are
-    deleted. Unreadable images are left out of the shards, however many they are. If
-    there are any, they are listed in ``bad_samples.jsonl`` in the directory.
+    Rows are shuffled, the same way at every call. Shards that an earlier call wrote are
+    kept. Missing ones, and those whose footer cannot be read, are written; if there are
+    any, ``pack.json`` is first written with ``finished`` false. At the end it is
+    written with ``finished`` true in any case. It says what the pack is made from (the
+    fingerprint and the number of rows, ``shard_bytes``, a hash of the labels and the
+    names of all shards), and at the end how many rows are packed and left out.
+    Temporary files of killed processes in a local directory are deleted. Unreadable
+    images are left out of the shards, however many they are. If there are any, they are
+    listed in ``bad_samples.jsonl`` in the directory, those of kept shards included.
 
     Args:
         rows: The N rows to write.
@@ -272,14 +290,15 @@ def pack(
         output: A directory that is missing or empty, or that an earlier call with the
             same rows, ``labeled`` and ``shard_bytes`` has begun or finished.
         shard_bytes: The size of a shard in bytes, measured by the stored sizes of the
-            images in the source. A shard ends with the row group that reaches it.
+            images in the source. A shard ends with the row group that reaches it, so it
+            may be larger.
         store: Writes the shards that are missing, for example what
             :func:`store_local` returns. It is called with the directory, all rows (with
             all their classes as ``class_names``, if the source declares some) and the
             shards to write, and yields a :class:`Shard` for each.
-        on_progress: Is called with the number of rows that are done, and with N: once
-            before the first shard is written, with the rows of kept shards, and after
-            each shard. By default nothing is called.
+        on_progress: Is called with the number of rows that are done (those left out
+            included), and with N: once before the first shard is written, with the rows
+            of kept shards, and after each shard. By default nothing is called.
 
     Returns:
         The number of rows N, of rows in the shards, of rows left out, and of shards,
@@ -369,8 +388,9 @@ def _read_bad_rows(output: Storage, name: str) -> list[BadRow] | None:
         name: File name of the shard.
 
     Returns:
-        The id and the reason of each such row; None if the footer cannot be read or
-        has no such list, because the file is missing, damaged or not from a pack.
+        A dict with the keys "id" and "reason" for each such row, an empty list if there
+        is none. None if the footer cannot be read or has no such list: the file is
+        missing, damaged or not from a pack, or the storage does not give it.
     """
     try:
         with output.open(name) as source, pa.parquet.ParquetFile(source) as file:
@@ -457,8 +477,8 @@ def _shuffle_rows(
 def _divide_into_groups(order: np.ndarray, sizes: np.ndarray) -> Iterator[np.ndarray]:
     """Divide rows into consecutive row groups of a Parquet file.
 
-    A group has at most 500 rows (:data:`GROUP_ROWS`) and at most 8 MiB
-    (:data:`GROUP_BYTES`), but at least one row, whatever its size.
+    A group has as many rows as fit: at most 500 (:data:`GROUP_ROWS`), and at most 8 MiB
+    (:data:`GROUP_BYTES`) by ``sizes``, but at least one row, whatever its size.
 
     Args:
         order: Row numbers in the order in which they are stored, int64 (n,).
@@ -478,8 +498,13 @@ def _divide_into_groups(order: np.ndarray, sizes: np.ndarray) -> Iterator[np.nda
 def _encode(image: Image) -> bytes | str:
     """Return the bytes to store for an image, or as ``str`` why it is unreadable.
 
-    An image that is given as a path is read from its file. The whole image is decoded
-    to check it. Encoded images keep their bytes, and pixels become PNG.
+    The whole image is decoded to check it. A gray image of more than 8 bits is not
+    refused for its range of values. Encoded images keep their bytes, and pixels become
+    PNG.
+
+    Args:
+        image: Encoded bytes, the path or URI of a file, which is read, or pixels uint8
+            (H, W, 3).
 
     Raises:
         StorageError: The image's file cannot be read now, but perhaps later.

@@ -30,6 +30,7 @@ FOOTERS = 16  # the number of footers that are read at once
 READ_ROWS = 512  # rows of a row group that are read at a time for predictions
 READ_BYTES = {False: 2**20, True: 2**23}
 """Whether a file is remote -> the number of bytes that are read at once for that."""
+LARGE_GROUP_BYTES = 2**30  # a row group of images that may not fit into one Arrow array
 RECENT_GROUPS = 2  # row groups that are kept in memory after a part of them was read
 VIEWS = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
 """Arrow's newer types of text and bytes -> the types that they are cast to."""
@@ -55,7 +56,8 @@ def parquet_files(
 ) -> tuple[str, list[filesystem.FileEntry]]:
     """Find the Parquet files of a source.
 
-    Names decide, and no Parquet file is opened. In a folder, ``pack.json`` is read.
+    Names decide, and no Parquet file is opened. In a folder, ``pack.json`` directly in
+    it is read, if it is there.
 
     Args:
         path: Path or URI of a Parquet file, whatever its ending, or of a folder. In a
@@ -64,16 +66,19 @@ def parquet_files(
         follow_links: Whether links may lead out of the folder.
 
     Returns:
-        The folder that holds them all, which for a single file is the folder that the
-        file is in; and the files in the order of their paths. Each has its path
-        relative to that folder, its full path, its size in bytes and its modification
-        time, which are looked up for remote files, too.
+        The folder that holds them all: ``path``, or for a single file the folder that
+        the file is in; and the files in the order of their paths. Each has its path
+        relative to that folder, the path or URI with which it can be opened (a local
+        one may be relative to the current directory), its size in bytes and its
+        modification time in ns since 1970. Size and time are looked up for remote
+        files, too; a time that the storage does not tell is -1.
 
     Raises:
         ConfigError: ``path`` is missing, is a folder without Parquet files, or is an
-            unfinished pack: ``pack.json`` in it has ``finished`` false. Also if a
-            folder or ``pack.json`` cannot be read, a link leads out of the folder
-            and ``follow_links`` is False, or there are more than MAX_ROWS files.
+            unfinished pack: ``pack.json`` directly in it has ``finished`` false. Also
+            if a folder or ``pack.json`` cannot be read, the storage cannot be reached,
+            a link leads out of the folder and ``follow_links`` is False, or there are
+            more than MAX_ROWS (100 million) files of any kind.
     """
     if filesystem.kind(path) == "file":
         root, name = filesystem.split(path)
@@ -164,8 +169,9 @@ class ParquetImages(Images):
 
         Every row group is read at most once in a call. If only some of its rows are
         needed, it is kept for later calls, or taken from memory if an earlier call kept
-        it; the two such row groups that were used last are kept. A row group whose rows
-        are all needed is read from its file and not kept.
+        it; the two such row groups that were used last are kept. A row group from
+        which as many rows are asked for as it has, repeated ones counted again, is read
+        from its file in any case, and not kept.
 
         Args:
             rows: Row numbers, int64 (n,).
@@ -198,14 +204,20 @@ class ParquetImages(Images):
             group: Number of the row group, counted over all files.
 
         Returns:
-            An Arrow array of the column's type: bytes or struct<bytes, path>, which may
-            be dictionary encoded.
+            An Arrow array of bytes or struct<bytes, path>. It has the column's type,
+            which may be dictionary encoded. For a large row group it is a plain type
+            with offsets of 64 bits instead.
 
         Raises:
             ConfigError: The file is damaged or cannot be read.
         """
         shard, number = self._groups[group]
-        return shard.read([self.column], number)[self.column].combine_chunks()
+        size = shard.column_bytes(number, self.column, uncompressed=True)
+        if size < LARGE_GROUP_BYTES:
+            return shard.read([self.column], number)[self.column].combine_chunks()
+        parts = [batch.column(0) for batch in shard.batches(self.column, number)]
+        kind = _with_long_offsets(plain_type(parts[0].type))
+        return pa.concat_arrays([part.cast(kind) for part in parts])
 
     def split_rows(self, rows: np.ndarray, size: int) -> Iterator[Images]:
         """Yield the images of some rows in parts, in the order of ``rows``.
@@ -241,7 +253,8 @@ class ParquetImages(Images):
         """Yield the image column of some rows, in their order and in several pieces.
 
         A piece has the wanted rows among at most 512 consecutive rows of a row group,
-        which are read together. There is no piece where no row is wanted.
+        which are read together. There is no piece where no row is wanted. A row group
+        is read only up to the 512 rows that hold its last wanted one.
 
         Args:
             rows: Row numbers in ascending order, int64 (n,).
@@ -472,14 +485,15 @@ class ParquetShard:
                 " its footer"
             )
 
-    def column_bytes(self, group: int, column: str) -> int:
-        """Return the stored, compressed size of a column in a row group, in bytes.
+    def column_bytes(self, group: int, column: str, uncompressed: bool = False) -> int:
+        """Return the stored size of a column in a row group, in bytes.
 
         The footer tells it. The fields of a struct are added up.
 
         Args:
             group: Number of the row group in the file.
             column: Name of the column. The size is 0 for a name that the file lacks.
+            uncompressed: Whether the size is that before compression.
 
         Raises:
             ConfigError: The footer is damaged or cannot be read.
@@ -488,7 +502,10 @@ class ParquetShard:
         chunks = (row_group.column(i) for i in range(row_group.num_columns))
         with self.errors(f"row group {group} of"):
             own = (c for c in chunks if f"{c.path_in_schema}.".startswith(f"{column}."))
-            return sum(c.total_compressed_size for c in own)
+            return sum(
+                c.total_uncompressed_size if uncompressed else c.total_compressed_size
+                for c in own
+            )
 
     def holds_only_paths(self, column: str) -> bool:
         """Return whether ``bytes`` is null in all rows of a column of images.
@@ -499,21 +516,22 @@ class ParquetShard:
 
         Args:
             column: Name of a column struct<bytes, path>. The result is False for a
-                column of another type, and for a name that the file lacks.
+                column without one of these fields, and for a name that the file lacks.
 
         Raises:
             ConfigError: The footer is damaged or cannot be read.
         """
-        num_nulls = 0
+        num_nulls, has_path = 0, False
         with self.errors():
             for number in range(self.metadata.num_row_groups):
                 group = self.metadata.row_group(number)
                 for chunk in map(group.column, range(group.num_columns)):
+                    has_path |= chunk.path_in_schema == f"{column}.path"
                     if chunk.path_in_schema == f"{column}.bytes":
                         found = chunk.statistics
                         is_known = found is not None and found.has_null_count
                         num_nulls += found.null_count if is_known else 0
-        return 0 < num_nulls == self.metadata.num_rows
+        return has_path and 0 < num_nulls == self.metadata.num_rows
 
     def batches(self, column: str, group: int) -> Iterator[Any]:
         """Yield a column of a row group in batches of at most 512 rows.
@@ -642,6 +660,20 @@ def plain_type(kind: Any) -> Any:
     """
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     return VIEWS.get(kind, kind)
+
+
+def _with_long_offsets(kind: Any) -> Any:
+    """Return the Arrow type of a column of images with offsets of 64 bits.
+
+    An array with offsets of 32 bits cannot hold more than 2 GiB.
+
+    Args:
+        kind: A type of bytes, or struct<bytes, path>.
+    """
+    if not pa.types.is_struct(kind):
+        return pa.large_binary()
+    long = {pa.binary(): pa.large_binary(), pa.string(): pa.large_string()}
+    return pa.struct([(f.name, long.get(f.type, f.type)) for f in kind])
 
 
 def without_views(table: Any) -> Any:

@@ -72,12 +72,14 @@ class ReadOptions:
         image_suffix: Ending that is added to image paths that lack it, such as '.jpg';
             '' for none.
         follow_links: Whether a link may lead out of the folder of the source.
-        images_only: Whether the rows are only to be predicted. Labels and splits are
-            then not read, every image of a folder is a row, and a row of a table
-            without an image path is an unreadable image.
+        images_only: Whether the rows are only to be predicted. Labels, and columns of
+            splits, are then not read, every image of a folder is a row, and a row of a
+            table without an image path is an unreadable image.
         download: Whether CIFAR may be downloaded.
-        imagenet_split: "A", "B" or "C", the 30 novel classes of the benchmark on
-            ImageNet; None to keep all classes, of which none is declared known.
+        imagenet_split: "A", "B" or "C", which names the 30 novel classes of the
+            benchmark on ImageNet. The other classes that the benchmark holds out are
+            then left out, and all classes that it does not hold out are declared known.
+            None to keep all classes, of which none is declared known.
     """
 
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -93,7 +95,9 @@ class ReadOptions:
         """Return the options that a configuration asks for.
 
         The image folder is normalized by ``normalize_path``, and a missing image suffix
-        becomes ''. ``imagenet_split`` is None if the configuration lists known classes.
+        becomes ''. ``imagenet_split`` is None if ``known_classes`` of the configuration
+        is set. The text of its ``columns`` becomes a mapping, in which a column named
+        "path" is "image". The other options are those of the configuration.
 
         Args:
             config: The section ``data`` of the configuration.
@@ -119,8 +123,12 @@ class ImageSample(NamedTuple):
     """What a sample of the images of a data set shows.
 
     Attributes:
-        readable: The facts of each readable image of the sample.
-        reasons: Row number in the data set -> the reason why the image cannot be read.
+        readable: The facts of each readable image of the sample, in no particular
+            order: format and size, the largest value, a sample of the values of a gray
+            image of more than 8 bits, and whether it has further pages. Empty for a
+            source of vectors.
+        reasons: Row number in the data set -> the reason why the image cannot be read,
+            or why the row has no usable vector.
         num_rows: The number of rows of the sample, readable or not.
     """
 
@@ -134,12 +142,14 @@ class Rows:
     """The N rows of a data set.
 
     Making an object raises ConfigError if two ids are equal, if there are more than
-    ``MAX_ROWS`` rows, or if the name of a class is longer than ``MAX_LABEL_LENGTH``.
+    ``MAX_ROWS`` (100 million) rows, or if the name of a class is longer than
+    ``MAX_LABEL_LENGTH`` (300 characters).
 
     Attributes:
         ids: The ids, all different: an Arrow array (N,).
-        images: The images. A list of images, or an array uint8 (N, H, W, 3), is
-            wrapped.
+        images: The images, or the vectors of a source of embeddings. A list of images,
+            or an array uint8 (N, H, W, 3), is wrapped as
+            :class:`~uno.data.images.InMemory`.
         labels: The class of each row, a dictionary array (N,) as
             :mod:`uno.data.columns` describes it. A row without a label is unlabeled.
         is_train: Whether each row is a training row, bool (N,). Other rows are test
@@ -150,8 +160,9 @@ class Rows:
         known: The known classes, if the source itself declares them, as the splits of
             ImageNet do. Empty otherwise.
         notes: Lines for the user about how the source was read.
-        eval_labels: The true class of each row in the same form, which only evaluation
-            reads. None if the source has no such column.
+        eval_labels: The true class of each row for evaluation, in the same form as
+            ``labels``, null for a row without one. None if the source has no such
+            column.
         warnings: Lines for the user about images or labels that are left out.
     """
 
@@ -170,8 +181,9 @@ class Rows:
         """Wrap plain images, and check ids, number of rows and class names.
 
         Raises:
-            ConfigError: Two ids are equal, there are more than ``MAX_ROWS`` rows, or
-                the name of a class is longer than ``MAX_LABEL_LENGTH``.
+            ConfigError: Two ids are equal, there are more than ``MAX_ROWS`` (100
+                million) rows, or the name of a class in ``labels`` or ``eval_labels``
+                is longer than ``MAX_LABEL_LENGTH`` (300 characters).
         """
         object.__setattr__(self, "images", as_images(self.images))
         assert (
@@ -244,9 +256,9 @@ class Rows:
 
         The same letter, such as é, can be one or two characters in Unicode. Classes
         with names that differ only so become one class, and for each of these a line
-        that names the spellings is added to ``notes`` of the result. The names in
-        ``labels``, ``eval_labels``, ``class_names`` and ``known`` are converted. Ids
-        are not.
+        that names the different forms, with escapes for all characters that are not
+        ASCII, is added to ``notes`` of the result. The names in ``labels``,
+        ``eval_labels``, ``class_names`` and ``known`` are converted. Ids are not.
 
         Returns:
             A copy of the rows, or this object itself if all names are in this form.
@@ -304,9 +316,10 @@ class Rows:
             row: The number of the row.
 
         Returns:
-            The id of the row. It is followed by the absolute path or URI of its image
-            in parentheses, unless the image has no file of its own, or the path ends
-            with the id or with the id without its first folder.
+            The id of the row. It is followed by the absolute path or URI of its image,
+            or of the picture of its vector, in parentheses, unless there is no image or
+            picture in a file of its own, or the path ends with '/' and the id, or with
+            '/' and the id without its first folder.
         """
         (path,) = self.images.paths(np.array([row]))
         return name_row(str(self.ids[row]), path)
@@ -317,8 +330,9 @@ class Rows:
 
         The time of an image is that of the file that holds it, as ``images.times``
         returns it: most sources look it up when they are read. So a data set that is
-        read again after such a file was written to has another hash. An image in
-        memory, a missing file and a file of unknown time have a constant instead.
+        read again after such a file was written to has another hash. An image or a
+        vector in memory, a missing file and a file of unknown time have a constant
+        instead. The hash is computed at each use.
         """
         times = self.images.times(np.arange(len(self)))
         return hashlib.sha256(times.tobytes()).hexdigest()
@@ -380,10 +394,10 @@ class Rows:
         It covers ids, labels, splits and what :meth:`Images.content_keys` returns:
         the content of images and embeddings in memory (of an item that is a path, this
         path), but only the sizes of the files of a source, of images in tar shards, and
-        of row groups of Parquet files. So a data
-        set that was moved keeps its fingerprint, and so does one with a file that was
-        replaced by one of the same size. The order of rows counts. ``eval_labels``,
-        ``class_names`` and ``known`` do not. For 60,000 JPEG files it takes 0.1 s.
+        of the column of images in row groups of Parquet files. So a data set that was
+        moved keeps its fingerprint, and so does one with a file that was replaced by
+        one of the same size. The order of rows counts. ``eval_labels``, ``class_names``
+        and ``known`` do not. For 60,000 JPEG files it takes 0.1 s.
         """
         digest = hashlib.sha256()
         for start in range(0, len(self), PART_ROWS):

@@ -36,18 +36,18 @@ TUNE_FOLDS = 11  # the known classes that a trial of a sweep hides
 
 
 class Batch(NamedTuple):
-    """The views of a training batch of B rows, on the training device.
+    """The views of one worker's B rows of a training batch, on the training device.
 
     The first B_l = ``len(labels)`` rows are labeled, the others are unlabeled. A
     pretext task uses no labels: its batches have B_l = 0, whatever their rows are.
 
     Attributes:
-        views: V tensors, large views first: pixels (B, 3, S_v, S_v) of side S_v, or
-            features (B, D).
+        views: V tensors, large views first: normalized pixels (B, 3, S_v, S_v), where
+            the side S_v can differ between large and small views, or features (B, D).
         labels: Index of the known class of each labeled row, int64 (B_l,).
         num_large: The number of large views among V.
         rows: Number of each unlabeled row among the unlabeled rows of the training set,
-            int64 (B_u,); None if the batches do not say it.
+            int64 (B_u,). None in batches of a pretext task and of streamed images.
     """
 
     views: list[Tensor]
@@ -58,13 +58,17 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """All numbers that fix the rows of every batch of a phase.
+    """The numbers that fix the rows of every global batch of a phase.
+
+    If rows are read in the groups in which they are stored, the rows of a batch depend
+    on the groups and on the number of workers, too, see :class:`Order`.
 
     Attributes:
         seed: Seed of the run.
-        num_labeled: N_l, the number of labeled rows. For a pretext task, the number of
-            all rows.
-        num_unlabeled: N_u, the number of unlabeled rows; 0 if the phase uses none.
+        num_labeled: N_l, the number of labeled training rows. For a pretext task, the
+            number of all training rows.
+        num_unlabeled: N_u, the number of unlabeled training rows; 0 in pretraining and
+            in a pretext task.
         labeled_size: B_l, the number of labeled rows in a global batch.
         unlabeled_size: B_u, the number of unlabeled rows in a global batch.
         steps_per_epoch: The number of batches in an epoch.
@@ -91,27 +95,29 @@ def make_plan(
 ) -> Plan:
     """Return the numbers that fix the rows of every batch of the discovery phase.
 
-    They are the sizes B_l and B_u, and the number of batches in an epoch. Rows that do
-    not fill a batch are left out of an epoch.
-
     Args:
         seed: Seed of the run.
         batch_sampling: "proportional" makes B_l : B_u as close to N_l : N_u as
             possible, with at least one row of each, and an epoch has every row at most
             once. "balanced" makes B_l = B_u. An epoch then has the rows of the larger
-            set at most once, and the smaller set is repeated.
+            set at most once, and rows of the smaller set are repeated as far as needed.
         batch_size: Size of the global batch, B_l + B_u.
         num_labeled: N_l, the number of labeled training rows.
         num_unlabeled: N_u, the number of unlabeled training rows.
         num_workers: The number of workers, where 0 counts as 1. It must divide both B_l
             and B_u.
 
+    Returns:
+        The plan, with the sizes B_l and B_u, the number of batches in an epoch, and
+        :data:`LABELED` as the random stream that orders the labeled rows and draws
+        their views. Rows that do not fill a batch are left out of an epoch.
+
     Raises:
-        ConfigError: There are no labeled or no unlabeled rows; or the batch size does
-            not work, because it is odd and balanced, an epoch does not fill one batch,
-            or the number of workers does not divide B_l and B_u. The message names the
-            nearest smaller size that works. If there is none, it advises to use fewer
-            workers or a larger size.
+        ConfigError: There are no labeled or no unlabeled rows. Or the batch size does
+            not work, because it is odd and batches are balanced, the rows do not fill
+            one batch, or the number of workers does not divide both B_l and B_u. For
+            such a batch size the message names the nearest smaller size that works. If
+            there is none, it advises to use fewer workers or a larger size.
     """
     if num_labeled < 1 or num_unlabeled < 1:
         found = f"found {num_labeled} labeled, {num_unlabeled} unlabeled"
@@ -171,7 +177,8 @@ def _divide_batch(
     """Divide a batch size into B_l labeled and B_u unlabeled rows.
 
     Args:
-        batch_sampling: "proportional" or "balanced".
+        batch_sampling: "proportional" (B_l : B_u as close to N_l : N_u as possible,
+            with at least one row of each) or "balanced" (B_l = B_u).
         num_labeled: N_l, the number of labeled training rows.
         num_unlabeled: N_u, the number of unlabeled training rows.
         workers: The number of workers, at least 1.
@@ -265,10 +272,11 @@ def epoch_indices(
         num_rows: N, the number of rows of this kind.
         rows_needed: The number of rows in the epoch. If it is larger than N, rows are
             repeated.
-        stream: The random stream of this kind of rows.
+        stream: The number of the random stream of this kind of rows.
         groups: For each row the group in which it is stored, integers (N,) from 0.
             :func:`by_windows` then draws the permutations. None for plain permutations.
-        window_rows: If there are groups, about how many rows are shuffled together.
+        window_rows: If there are groups, about how many rows are shuffled together. It
+            has no effect without groups.
 
     Returns:
         Numbers from 0 to N - 1 among the rows of this kind, int64 (rows_needed,).
@@ -288,20 +296,23 @@ def epoch_indices(
 def by_windows(
     groups: np.ndarray, window_rows: int, random: np.random.Generator
 ) -> np.ndarray:
-    """Return a random permutation that reads stored groups one window after the other.
+    """Return a random order of rows in which rows of a group are close to each other.
 
-    The groups are put into a random order and divided into windows. A group with n rows
+    It serves to read rows that are stored in groups, one window after the other: the
+    groups are put into a random order and divided into windows. A group with n rows
     before it in this order belongs to window n // ``window_rows``, so that groups are
     never divided, and a window can have more or fewer rows than ``window_rows``. The
     rows of a window are shuffled.
 
     Args:
         groups: The group of each row, integers (N,) from 0.
-        window_rows: The number of rows that a window has if groups are small.
+        window_rows: About the number of rows of a window. A window with a larger group
+            has more.
         random: Generator of the permutation. It is advanced.
 
     Returns:
-        Row numbers, int64 (N,).
+        Each row number from 0 to N - 1 once, int64 (N,), the rows of the first window
+        first.
     """
     counts = np.bincount(groups)
     present = np.flatnonzero(counts)
@@ -338,7 +349,7 @@ class Order:
     depends on the number of workers.
 
     Args:
-        plan: The sizes of the phase.
+        plan: The seed and the sizes of the phase.
         rank: Number of the worker, from 0.
         world_size: W, the number of workers, which divides B_l and B_u.
         groups: The group in which each labeled and each unlabeled row is stored,

@@ -65,17 +65,20 @@ UNREAD = {
 class ImageListing:
     """The images below a folder, with counts of the files that are left out.
 
-    Iterating yields the images. The counts, and so the notes and warnings, are complete
-    after the last one. It is done only once, because a second time would count the same
-    files again. Hidden and special files are neither yielded nor counted.
+    Iterating yields each image as a :class:`~uno.data.files.FileEntry`, which is told
+    by the ending of its name. No file is opened. The counts, and so the notes and
+    warnings, are complete after the last image. Iterate over an object only once,
+    because a second time would count the same files again, which is not checked. Hidden
+    and special files are neither yielded nor counted.
 
     Args:
-        root: Path or URI of the folder.
+        root: Path or URI of the folder. All folders below it are searched, too.
         follow_links: Whether links may lead out of the folder.
 
     Raises:
-        ConfigError: ``root`` is no folder. While iterating: a folder cannot be listed,
-            there are more than MAX_ROWS files, or a link leads out of ``root`` and
+        ConfigError: ``root`` is no folder, or its storage cannot be reached. While
+            iterating: a folder cannot be listed, there are more than MAX_ROWS (100
+            million) files of any kind, or a link leads out of ``root`` and
             ``follow_links`` is False.
     """
 
@@ -98,8 +101,11 @@ class ImageListing:
     def warnings(self) -> tuple[str, ...]:
         """A tuple of one line that counts images of formats that are not read.
 
-        These formats are told by the ending, such as ``.heic``. The tuple is empty if
-        there are none among the files that iterating has passed so far.
+        These formats are told by their endings, which :data:`UNREAD` lists, such as
+        ``.heic``. The line has the number of all such files, the path of the first one,
+        the endings that were found, and advice to save the files as JPEG or PNG. The
+        tuple is empty if there are none among the files that iterating has passed so
+        far.
         """
         if not self._unread:
             return ()
@@ -114,8 +120,9 @@ class ImageListing:
         """A tuple of one line that counts ignored files that are no images, by ending.
 
         The line has the number of all such files, and that of each of the eight most
-        frequent endings. The tuple is empty if there are none among the files that
-        iterating has passed so far.
+        frequent endings, with advice for some of them. Files that :attr:`warnings`
+        counts are not among them. The tuple is empty if there are none among the files
+        that iterating has passed so far.
         """
         if not self._ignored:
             return ()
@@ -134,7 +141,8 @@ class Source:
 
     Attributes:
         read: Reads the rows of a path or URI.
-        suffixes: Endings of the files that are of this kind.
+        suffixes: Endings, in lower case, by which a single file without a prefix is
+            recognized as this kind. Empty if no file is.
         is_downloaded: Whether the path may be missing because the data can be
             downloaded there.
         has_patterns: Whether a path may be a pattern for several files.
@@ -152,7 +160,8 @@ class Source:
 def read_rows(config: DataConfig, images_only: bool = False) -> Rows:
     """Read the rows of the data set that the configuration names.
 
-    If ``config.labels`` names a file, its labels replace those of the source. CIFAR is
+    If ``config.labels`` names a file, its labels replace those of the source in the
+    rows to which the file gives one class; other rows keep their labels. CIFAR is
     downloaded first if ``config.download`` allows it and the folder is missing.
 
     Args:
@@ -161,15 +170,18 @@ def read_rows(config: DataConfig, images_only: bool = False) -> Rows:
         images_only: Whether the rows are only to be predicted. The file
             ``config.labels`` is then not read, nor are the labels of the source or its
             columns of splits. The two folders, the digits and CIFAR keep their labels
-            and splits.
+            and splits, and splits that are told by the names of tar or Parquet files
+            of images stay, too.
 
     Returns:
         The rows, with class names in one Unicode normalization (NFC).
 
     Raises:
         ConfigError: The source is missing, unknown, damaged, cannot be read, or holds
-            no images; or the file ``config.labels`` cannot be used.
+            no images or vectors; two rows have the same id; or the file
+            ``config.labels`` cannot be used.
         StorageError: The disk has no space for large arrays of vectors.
+        ModuleNotFoundError: The source is an .h5ad file, and h5py is not installed.
     """
     options = ReadOptions.of(config, images_only)
     if config.labeled is not None and config.unlabeled is not None:
@@ -188,11 +200,13 @@ def locate_source(config: DataConfig) -> tuple[str, str]:
 
     Args:
         config: The section ``data`` of the configuration. Its ``source`` is "digits", a
-            prefix and a path such as ``tar:DIR``, or only a path.
+            prefix and a path such as ``tar:DIR``, or only a path. White space around
+            it is ignored. Its ``labeled`` and ``unlabeled`` are not used.
 
     Returns:
-        "digits" or a key of :data:`SOURCES`; and the path or URI, '' for the digits. A
-        known prefix is the kind, and no file is read. Without a prefix,
+        "digits" or a key of :data:`SOURCES`; and the path or URI without the prefix, as
+        :func:`~uno.data.files.normalize_path` converts it (``~`` is expanded), '' for
+        the digits. A known prefix is the kind, and no file is read. Without a prefix,
         :func:`recognize` decides.
 
     Raises:
@@ -250,12 +264,14 @@ def split_prefix(source: str) -> tuple[str, str]:
 def recognize(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> str:
     """Return the kind of source that an existing file or folder is.
 
-    The ending of a file decides, and the names of the files in a folder. Tables in a
-    folder are read to see whether they name classes.
+    The ending of a file decides, and the names of the files in a folder. Only the
+    tables that :func:`~uno.data.annotated_folder.has_labels` looks for are read, to see
+    whether they name classes.
 
     Args:
         path: Path or URI of the file or folder.
-        options: How the source is read.
+        options: How the source is read. Its ``columns`` may rename the columns of these
+            tables, and ``follow_links`` says whether links may lead out of the folder.
 
     Returns:
         A key of :data:`SOURCES`. For a file it is "parquet", "table" (CSV, TSV and
@@ -263,12 +279,15 @@ def recognize(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> str:
         for the files of CIFAR; "parquet" for Parquet files directly in it;
         "imagefolder" for tables that name the classes of images; if ``train`` has
         subfolders, "imagenet" if all of these are wnids, else "folder"; "parquet" for
-        Parquet files anywhere below; "tar" for tar files and no image files; "folder"
-        for anything else.
+        Parquet files anywhere below; "tar" if there are tar files and no image files
+        anywhere below; "folder" for anything else. The other kinds, such as "vectors",
+        need a prefix and are never returned.
 
     Raises:
         ConfigError: The file has an ending of no kind, the folder holds both CIFAR10
-            and CIFAR100, or a folder or table cannot be read.
+            and CIFAR100, a folder or table cannot be read, or, where all files below
+            the folder are listed, there are more than MAX_ROWS (100 million), or a link
+            leads out of the folder and the options do not allow it.
     """
     if filesystem.kind(path) == "file":
         name = filesystem.split(path)[1].lower()
@@ -343,8 +362,9 @@ def read_folder(
     The layout is either ``CLASS/...`` with training images only; or, if there is a
     folder ``train`` with subfolders, ``train/CLASS/...`` and the same for the other
     names of splits in :data:`~uno.data.rows.SPLITS` (test, val, valid and validation,
-    which all have test rows). Images in no class folder are unlabeled. In the second
-    layout, images outside the splits are left out with a warning.
+    which all have test rows). Images in no class folder are unlabeled; those directly
+    in ``root`` are so only in the first layout. In the second layout, images outside
+    the splits are left out with a warning.
 
     Args:
         root: Path or URI of the folder.
@@ -352,20 +372,26 @@ def read_folder(
             folder is an unlabeled row instead, see :func:`read_images`.
         kind: "classes" for the first layout, even if a class is called train; "splits"
             for the second one if it is there, else the first; "folder" for the same
-            choice, but folders that could have either layout are refused, and so are
-            those with boxes as annotations (COCO, YOLO or Pascal VOC).
-        flag: The option that names the folder, for messages.
+            choice as "splits", but some folders are refused: in the second layout
+            those with images in folders that are no splits; in the first layout those
+            without images directly in a class folder (or in ``root``), if there are
+            several class folders, all called like splits (Training and Testing), or
+            only one, with several subfolders; and those with boxes as annotations
+            (COCO, YOLO or Pascal VOC).
+        flag: The option that names the folder, such as "--data", for messages.
 
     Returns:
         The rows. Their ids are the paths relative to ``root``. The class of an image is
         the first folder below ``root``, or below the folder of its split.
 
     Raises:
-        ConfigError: ``root`` is no folder, there are no images, a class folder has
-            none, or ``kind`` is "folder" and the folder is refused. If the layout is
-            not clear, the message says which ``flag`` to give. Also if a folder cannot
-            be listed, there are more than MAX_ROWS files, or a link leads out of
-            ``root`` and the options do not allow it.
+        ConfigError: ``root`` is no folder, there are no images, a class folder has none
+            (at any depth), or ``kind`` is "folder" and the folder is refused. If the
+            layout is not clear, the message says which ``flag`` to give. Also if a
+            folder cannot be listed, there are more than MAX_ROWS (100 million) files,
+            or a link leads out of ``root`` and the options do not allow it. With
+            ``images_only`` only if ``root`` is no folder, there are no images, or for
+            the last three reasons.
     """
     if options.images_only:
         return read_images(root, options.follow_links)
@@ -411,8 +437,9 @@ def _require_classes(rows: Rows, root: str, flag: str) -> None:
 
     Raises:
         ConfigError: All images are in subfolders of class folders, and either there is
-            only one class, with several subfolders; or there are several classes, all
-            with names such as Training and Testing.
+            only one class, with images in several subfolders; or there are several
+            classes, all with names in :data:`SPLIT_WORDS`, such as Training and
+            Testing, in any case of letters.
     """
     classes = rows.labels.dictionary.to_pylist()
     if len(classes) != 1 and not all(name.lower() in SPLIT_WORDS for name in classes):
@@ -444,9 +471,10 @@ def _require_classes(rows: Rows, root: str, flag: str) -> None:
 def read_images(root: str, follow_links: bool = False) -> Rows:
     """Read every image below a folder as an unlabeled row, whatever its subfolders are.
 
-    All rows are training rows. Their ids are the paths relative to the folder. Warnings
-    of the result count images of formats that are not read, such as .heic, and notes
-    count the files that are no images. Hidden and special files are not counted.
+    All rows are training rows. Their ids are the paths relative to the folder. No image
+    is opened. Warnings of the result count images of formats that are not read, such as
+    .heic, and notes count the files that are no images. Hidden and special files are
+    neither rows nor counted.
 
     Args:
         root: Path or URI of the folder.
@@ -470,7 +498,7 @@ def read_two_folders(labeled: str, unlabeled: str, follow_links: bool = False) -
             writes it, so it may begin with ``~``. With the prefix ``classes:`` all its
             subfolders are classes, even one called train; with ``splits:`` the
             subfolders of ``train/`` and of other splits are, if ``train/`` has any.
-            Without a prefix its content decides.
+            Without one of these prefixes its content decides, see :func:`read_folder`.
         unlabeled: Folder whose images have no label, wherever they are below it: a path
             without ``~``, or a URI.
         follow_links: Whether links may lead out of the folders.
@@ -481,11 +509,11 @@ def read_two_folders(labeled: str, unlabeled: str, follow_links: bool = False) -
         in splits other than train are test rows. All other rows are training rows.
 
     Raises:
-        ConfigError: A folder is missing or holds no image, both are the same folder or
-            one is inside the other, a link leads out of a folder and ``follow_links``
-            is False, :func:`read_folder` refuses the first folder, or an image that it
-            reads is in no class folder (in a folder with splits it leaves images
-            outside of them out with a warning).
+        ConfigError: A folder is missing, is a file, holds no image or cannot be listed,
+            both are the same folder or one is inside the other, a link leads out of a
+            folder and ``follow_links`` is False, :func:`read_folder` refuses the first
+            folder, or an image that it reads is in no class folder (in a folder with
+            splits it leaves images outside of them out with a warning).
     """
     kind, path = split_prefix(labeled)
     if kind not in ("classes", "splits"):
@@ -537,20 +565,23 @@ def read_imagenet(root: str, options: ReadOptions) -> Rows:
     Args:
         root: Path or URI of the folder with ``train`` and ``val``.
         options: How the source is read. With ``imagenet_split``, all classes that are
-            not among the 118 held-out ones are known, the 30 classes of the split are
-            novel, and the other held-out classes are left out. Without it all classes
-            are kept and none is declared known. With ``images_only``, every image below
-            ``root`` is an unlabeled row instead, see :func:`read_images`.
+            not among the 118 held-out ones are declared known, the 30 classes of the
+            split stay and are not known, and the other held-out classes are left out,
+            with a note. Without it all classes are kept and none is declared known.
+            With ``images_only``, every image below ``root`` is an unlabeled row
+            instead, see :func:`read_images`.
 
     Returns:
-        The rows. Their ids are the paths relative to ``root``, and their classes are
-        wnids.
+        The rows. Their ids are the paths relative to ``root``, and all have a wnid as
+        their class, also those of novel classes.
 
     Raises:
-        ConfigError: ``root`` is no folder, there is no folder ``train``, an image of
-            ``train`` or ``val`` is in no folder with the name of a wnid, a folder of a
-            class has no images, or a split is used and the folder has no known or no
-            novel class of it.
+        ConfigError: ``root`` is no folder, there is no folder ``train``, there are no
+            images, an image of ``train`` or ``val`` is in no folder with the name of a
+            wnid, a folder directly in them has no images, or a split is used and the
+            folder has no known or no novel class of it. Also if a folder cannot be
+            listed, there are more than MAX_ROWS (100 million) files, or a link leads
+            out of ``root`` and the options do not allow it.
     """
     if options.images_only:
         return read_images(root, options.follow_links)
@@ -631,36 +662,41 @@ def imagenet_wnids(file: str) -> list[str]:
 def _read_below_prefixes(
     root: str, source: str, splits: dict[str, str], follow_links: bool
 ) -> tuple[Rows, list[str]]:
-    """Read images whose class is the folder that they are in, below some prefixes.
+    """Read the images below some prefixes, each of the class that its path names.
 
     Args:
         root: Path or URI of the source.
         source: Name of the source in messages.
-        splits: Prefix of relative paths, such as "val/" -> "train" or "test". The
-            prefix '' is the whole source. Images below no prefix are left out with a
-            warning.
+        splits: Prefix of relative paths, such as "val/" -> "train" or "test", the split
+            of its rows. The prefix '' is the whole source. Images below no prefix are
+            left out with a warning.
         follow_links: Whether links may lead out of ``root``.
 
     Returns:
-        The rows, and the names of the folders of ``root`` that hold images and are
+        The rows, and the names of the folders directly in ``root`` that hold images
         below no prefix. The class of an image is the first folder below its prefix. An
         image that is in no such folder is unlabeled; a note counts these images if
         there are labeled ones, too.
 
     Raises:
-        ConfigError: There are no images, a folder directly below a prefix has none, a
-            folder cannot be listed, or a link leads out of ``root`` and
-            ``follow_links`` is False.
+        ConfigError: ``root`` is no folder, there are no images below the prefixes, a
+            folder directly below a prefix has none (at any depth), a folder cannot be
+            listed, there are more than MAX_ROWS (100 million) files, or a link leads
+            out of ``root`` and ``follow_links`` is False.
     """
     filled, others, warnings = set[str](), dict[str, None](), list[str]()
     listing = ImageListing(root, follow_links)
 
     def below() -> Iterator[tuple[FileEntry, str | None, bool]]:
-        """Yield each image with its class, or None, and whether it is for training.
+        """Yield the images below the prefixes.
 
-        This also fills ``filled`` with the class folders, and ``others`` with folders
-        outside the splits. At the end it adds a warning to ``warnings`` if images are
-        left out.
+        This also fills ``filled`` with the paths of the class folders that have images
+        (an image in no class folder adds its own path), and ``others`` with the names
+        of folders that have images below no prefix. At the end it adds a warning to
+        ``warnings`` if images below no prefix are left out.
+
+        Yields:
+            The file of an image, its class or None, and whether it is for training.
         """
         num_outside, example = 0, ""
         for found in listing:
@@ -718,7 +754,8 @@ def _make_rows(
 
     Raises:
         ConfigError: There are no images, or iterating over ``listed`` raises it: a
-            folder cannot be listed, or a link leads out of the source.
+            folder cannot be listed, there are too many files, or a link leads out of
+            the source.
     """
     parts = list[tuple[pa.Array, Files, pa.DictionaryArray, np.ndarray]]()
     for some in chunks(listed):
@@ -749,8 +786,8 @@ def _make_rows(
 def _suffix(name: str) -> str:
     """Return the ending of a file in lower case, by which files are counted.
 
-    It has at most 12 characters, such as ``.heic`` for ``IMG_1.HEIC``. A file without a
-    printable ending gives "without a suffix".
+    It is ``.heic`` for ``IMG_1.HEIC``, and only its first 12 characters are returned. A
+    file without an ending, or with one that is not printable, gives "without a suffix".
     """
     suffix = os.path.splitext(name)[1].lower()[:12]
     return suffix if suffix.isprintable() and suffix.strip() else "without a suffix"
@@ -774,8 +811,8 @@ SOURCES = {
     },
     "imagenet": Source(read_imagenet),
     "folder": Source(read_folder, reads_subfolders=True),
-    "classes": Source(partial(read_folder, kind="classes")),
-    "splits": Source(partial(read_folder, kind="splits")),
+    "classes": Source(partial(read_folder, kind="classes"), reads_subfolders=True),
+    "splits": Source(partial(read_folder, kind="splits"), reads_subfolders=True),
     "imagefolder": Source(read_annotated_folder, reads_subfolders=True),
     "parquet": Source(read_parquet, suffixes=(".parquet",), reads_subfolders=True),
     "table": Source(read_table, suffixes=(".csv", ".tsv", ".jsonl")),

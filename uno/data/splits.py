@@ -92,8 +92,8 @@ def train_rows(task: Task, ok: np.ndarray | None = None) -> dict[str, Any]:
 
     Args:
         task: A task of N rows.
-        ok: Whether each row is readable, bool (N,). Other rows are left out. None keeps
-            all rows.
+        ok: Whether each row is readable, bool (N,). Other rows are left out. None
+            leaves no row out for this reason.
 
     Returns:
         A mapping with ``labeled`` and ``unlabeled``, the row numbers of the training
@@ -115,8 +115,8 @@ def truth_rows(
 
     Args:
         task: A task of N rows.
-        ok: Whether each row is readable, bool (N,). Other rows are left out. None keeps
-            all rows.
+        ok: Whether each row is readable, bool (N,). Other rows are left out. None
+            leaves no row out for this reason.
 
     Returns:
         For each split, "train" and "test", three tensors of n rows, with n = 0 if there
@@ -143,7 +143,7 @@ def make_task(rows: Rows, config: DataConfig) -> Task:
     ``known_classes``, or else the classes that the source declares as known, hide the
     labels of all other classes (a benchmark). If neither declares classes, the known
     classes are those of the labeled training rows. C_u is ``num_novel``; in a benchmark
-    its default is the number of classes with hidden labels.
+    its default is the number of the other classes among the labels of all rows.
 
     Other settings are applied in this order. ``limit`` keeps some rows of each split.
     ``validation_fraction`` moves training rows to the test split if no test row has a
@@ -287,8 +287,8 @@ def held_out(
     A share of the rows of each known class is drawn at random, and at least one row of
     each class remains for training. Training rows whose label is hidden, because their
     class is not known, are one more group of which the same share is drawn, and at
-    least one of these rows remains, too. Test rows and rows without any label are not
-    chosen. Nothing is changed.
+    least one of these rows remains, too. Test rows are not chosen, and neither are rows
+    without a label, even if they have a true class for evaluation. Nothing is changed.
 
     Args:
         rows: All N rows.
@@ -349,8 +349,8 @@ def rows_of_classes(labels: np.ndarray, num: int) -> list[np.ndarray]:
     """Return the rows of each class.
 
     Args:
-        labels: The class of each row, int64 (N,). Rows of a negative class are not
-            returned.
+        labels: The class of each row, int64 (N,). Rows whose class is negative, or is
+            ``num`` or more, are not returned.
         num: The number of classes, at most ``MAX_CLASSES``.
 
     Returns:
@@ -379,11 +379,14 @@ def decide_setting(
     Args:
         config: The configuration of the run.
         declared: Names of the known classes, if the source declares them, else empty.
-        began: Whether ``data.setting`` comes from a stored run, which the sentence
-            says.
+        began: Whether ``data.setting`` comes from a stored run, which the sentence then
+            says. It has no effect if ``data.setting`` is "auto".
 
     Returns:
         The setting, and a sentence for the user that names it and says why.
+
+    Raises:
+        ConfigError: The method cannot be loaded. It is only loaded for the third rule.
     """
     data = config.data
     if data.setting != "auto":
@@ -430,7 +433,8 @@ def order_classes(names: Iterable[str], declared: Iterable[str] = ()) -> list[st
         Returns:
             The rank of the name in ``declared``, which is the same for all names that
             are not declared; and a list of the words and numbers of the name, all as
-            text, with the name itself at the end.
+            text, with the name itself at the end. A number loses its leading zeros, and
+            its count of digits stands before it, so that numbers compare by value.
         """
         # numbers are compared by length and digits, because int() refuses long ones
         words = re.split(r"([0-9]+)", name)
@@ -454,7 +458,8 @@ def labeled_rows(rows: Rows, config: DataConfig) -> np.ndarray:
         bool (N,).
 
     Raises:
-        ConfigError: ``known_classes`` does not fit the data.
+        ConfigError: ``known_classes`` does not fit the data, or its file cannot be
+            read, see :func:`parse_known_classes`.
     """
     classes = order_classes(present_classes(rows.labels), rows.class_names)
     known = _known_classes(rows, config, classes) or classes
@@ -475,7 +480,8 @@ def _known_classes(
         Names of classes, or None if nobody declares them.
 
     Raises:
-        ConfigError: ``known_classes`` does not fit the data.
+        ConfigError: ``known_classes`` does not fit the data, or its file cannot be
+            read, see :func:`parse_known_classes`.
     """
     if config.known_classes is not None:
         return parse_known_classes(config.known_classes, classes)
@@ -487,9 +493,10 @@ def parse_known_classes(value: str, classes: list[str]) -> set[str]:
 
     Args:
         value: ``first:N`` for the first N classes, names separated by commas, or the
-            path or URI of a text file with one name on each line. A value with a slash,
-            or the path of an existing file, is a file, unless a class has this name.
-            Spaces around names, and empty names, are ignored.
+            path or URI of a text file with one name on each line. A value that contains
+            a slash, or is the path of an existing file, is read as a file, unless a
+            class has this name. A leading ``~`` is expanded if there is a slash. Spaces
+            around names, and empty names, are ignored. Names are compared in NFC.
         classes: The classes of the labels, in order, in Unicode normalization NFC.
 
     Returns:
@@ -497,8 +504,8 @@ def parse_known_classes(value: str, classes: list[str]) -> set[str]:
 
     Raises:
         ConfigError: N is no whole number from 1 to the number of classes; a name is not
-            in ``classes`` or is repeated; there is no name; or the file cannot be read
-            or has more than 1 MB.
+            in ``classes`` or is repeated; there is no name; or the file cannot be read,
+            is not UTF-8 or has more than 1,000,000 bytes.
     """
     first = re.fullmatch(r"first:(.*)", value.strip())
     if first:
@@ -534,10 +541,11 @@ def parse_known_classes(value: str, classes: list[str]) -> set[str]:
 def limit_rows(rows: Rows, limit: int) -> np.ndarray:
     """Choose at most ``limit`` rows of the training rows, and of the test rows.
 
-    In each split, unlabeled rows keep their share of the rows: at least one row, and at
-    least one row is left for each class. The classes get the same number of rows, or
-    one more, except that a class with fewer rows leaves its part to the others. The
-    rows of a class are evenly spaced, so nothing is random.
+    In each split, rows without a label in the source keep their share of the rows: at
+    least one row, and at least one row is left for each class. The classes get the same
+    number of rows, or one more, except that a class with fewer rows leaves its part to
+    the others. The rows of a class, and those without a label, are evenly spaced, so
+    nothing is random.
 
     Args:
         rows: All N rows.

@@ -4,8 +4,8 @@ Images are read, decoded and cropped ahead of the training step. The rows that a
 needs in all steps form one sequence (:class:`CropJob`). They are cropped by threads of
 this process or by Ray Data, which return 8-bit views in the same order.
 :class:`StreamBatches` packs the views into batches and does the rest of the
-augmentation on the device. An unreadable image is replaced by the next readable one of
-the batch.
+augmentation on the device. In a training batch an unreadable image is replaced by
+another readable one, labeled or unlabeled as it is itself.
 """
 
 from __future__ import annotations
@@ -77,12 +77,14 @@ class StreamedImages:
     """The images of all N rows of a run, which are decoded when they are needed.
 
     Attributes:
-        images: The encoded images.
+        images: The images as the source stores them.
         side: S, the side of decoded images in pixels.
         decode: Takes batches of row numbers int64 (b,), and yields for each batch its
             row numbers, its images uint8 (b, 3, S, S), and for each row the reason why
             it is unreadable, or None.
-        bad: Collects the rows that prove unreadable. ``decode`` does not add to it.
+        bad: The record of the rows that prove unreadable. The batches of
+            :class:`StreamBatches` and of :class:`StreamedEvalSet` add rows to it;
+            ``decode`` and :meth:`plan_reading` do not.
     """
 
     images: Images
@@ -97,7 +99,8 @@ class StreamedImages:
         Args:
             config: The configuration, which gives the side of decoded images, the
                 interpolation, the range of values of images of more than 8 bits, and
-                the number of threads.
+                the number of threads, by default the number of cores that this process
+                may use.
             images: The images of all rows of the task.
             bad: The record of unreadable rows, which is only kept here: batches of
                 training and evaluation add rows to it, and decoding does not.
@@ -116,16 +119,21 @@ class StreamedImages:
             kinds: Row numbers of each kind of rows, such as labeled and unlabeled ones,
                 int64. The sample has the rows of all kinds, one kind after the other.
             batch_size: The largest number of rows of a batch. Batches have fewer rows
-                if their pixels would take more than :data:`EVAL_BYTES` (64 MiB).
+                if their pixels would take more than :data:`EVAL_BYTES` (64 MiB), or so
+                that images that are stored in one group stay in one batch.
 
         Returns:
             Two values. The first has for each batch the positions of its rows in the
             sample, int64 (b,). The second is a function. It takes such positions of
             some batches, and yields for each of them the decoded images of its rows,
-            uint8 (b, 3, S, S), and bool (b,), which rows could be read. Nothing is read
-            before it is called. All rows of a batch are of one kind, except if images
-            are stored in groups: the batches then have all rows in the order of their
-            row numbers, so that rows of one group are read one after the other.
+            uint8 (b, 3, S, S), and bool (b,), which rows could be read. The images of
+            the others are black, and these rows are not added to the list of
+            unreadable images. Nothing is read before its result is iterated over, which
+            raises a ConfigError if a file with many images cannot be read, and a
+            StorageError if an image's file cannot be read now, but perhaps later. All
+            rows of a batch are of one kind, except if images are stored in groups: the
+            batches then have all rows in the order of their row numbers, so that rows
+            of one group are read one after the other.
         """
         numbers = np.concatenate(kinds)
         positions = np.arange(len(numbers))
@@ -144,13 +152,13 @@ class StreamedImages:
         ) -> Iterator[tuple[Tensor, np.ndarray]]:
             """Yield the pixels of each batch, and which of its rows are readable.
 
-            Unreadable rows are not recorded.
+            Unreadable rows are not added to the list of unreadable images.
 
             Args:
                 batches: Positions of the rows of each batch in the sample, int64 (b,).
 
             Yields:
-                Pixels uint8 (b, 3, S, S), and bool (b,).
+                Pixels uint8 (b, 3, S, S), black for unreadable rows, and bool (b,).
             """
             for _, pixels, reasons in self.decode(numbers[batch] for batch in batches):
                 yield pixels, ok_mask(reasons)
@@ -165,7 +173,7 @@ class StreamSet:
     It has the methods of :class:`~uno.data.memory.TrainSet`.
 
     Attributes:
-        source: The images of all N rows of the task.
+        source: The images of all N rows of the task, and the record of unreadable rows.
         labeled: Row numbers of the labeled training rows, int64 (N_l,).
         labels: Index of the known class of each labeled row, int64 (N_l,).
         unlabeled: Row numbers of the unlabeled training rows, int64 (N_u,).
@@ -221,8 +229,9 @@ class StreamSet:
     def choose_rows(self, num: int) -> list[np.ndarray]:
         """Choose a sample of labeled and of unlabeled rows that takes little reading.
 
-        Images that are stored together are chosen together, see
-        :func:`~uno.data.images.spread`.
+        The rows are evenly spaced. Images that are stored together are chosen together
+        instead, unless they are sorted by class, see :func:`~uno.data.images.spread`.
+        No image is read here.
 
         Args:
             num: The largest number of rows of each kind; a larger number than
@@ -232,7 +241,8 @@ class StreamSet:
 
         Returns:
             A list of two arrays int64, ascending: positions among the labeled rows, and
-            positions among the unlabeled rows.
+            positions among the unlabeled rows. They are all rows of a kind that has no
+            more than the largest number.
         """
         kinds, labels = [self.labeled, self.unlabeled], self.labels.numpy()
         return spread(self.source.images, kinds, min(num, MAX_SAMPLE_ROWS), labels)
@@ -246,15 +256,20 @@ class StreamSet:
             chosen: Two arrays int64 that :meth:`choose_rows` returns: positions among
                 the labeled rows, and positions among the unlabeled rows.
             batch_size: The largest number of rows of a batch. Batches have fewer rows
-                if their pixels would take more than :data:`EVAL_BYTES` (64 MiB).
+                if their pixels would take more than :data:`EVAL_BYTES` (64 MiB), or so
+                that images that are stored in one group stay in one batch.
 
         Returns:
             Two values. The first has for each batch the positions of its rows in the
             sample, in which the labeled rows come first, int64 (b,). If images are
-            stored in groups, a batch can have labeled and unlabeled rows. The second is
-            a function. It takes such positions of some batches, and yields for each of
-            them the decoded images of its rows, uint8 (b, 3, S, S), and bool (b,),
-            which rows could be read.
+            stored in groups, a batch can have labeled and unlabeled rows, in the order
+            of their row numbers. The second is a function. It takes such positions of
+            some batches, and yields for each of them the decoded images of its rows,
+            uint8 (b, 3, S, S), on the CPU, and bool (b,), which rows could be read. The
+            images of the others are black, and these rows are not added to the list of
+            unreadable images. Iterating raises a ConfigError if a file with many images
+            cannot be read, and a StorageError if an image's file cannot be read now,
+            but perhaps later.
         """
         kinds = [self.labeled[chosen[0]], self.unlabeled[chosen[1]]]
         return self.source.plan_reading(kinds, batch_size)
@@ -262,13 +277,15 @@ class StreamSet:
     def sync(self) -> None:
         """Exchange with all workers which images proved unreadable.
 
-        All workers must call this at the same step. If there are new ones, rank 0
-        writes the list of all to ``bad_samples.jsonl`` in the run directory.
+        All workers must call this at the same step. If any worker has recorded new ones
+        since the last call, rank 0 writes the list of all to ``bad_samples.jsonl`` in
+        the run directory. Otherwise nothing is written or checked.
 
         Raises:
-            ConfigError: There are new ones, and more images are unreadable than
-                ``data.max_bad_fraction`` allows.
-            StorageError: The list cannot be written.
+            ConfigError: There are new ones, and a larger share of all rows of the run
+                is unreadable than ``data.max_bad_fraction`` allows. The list is written
+                before.
+            StorageError: Rank 0 cannot write the list.
         """
         self.source.bad.sync()
 
@@ -276,15 +293,18 @@ class StreamSet:
 def streaming_set(config: Config, task: Task, storage: Storage) -> StreamSet:
     """Make the training set of a run whose images are decoded in threads when needed.
 
+    No image is read here. The device of its batches is the CPU.
+
     Args:
         config: The configuration of the run.
-        task: All rows of the run.
+        task: All rows of the run, their classes, and which rows are for training.
         storage: The run directory, where unreadable images are listed. The list of an
             earlier start of the run is read, so that its images stay in the list and
             count towards ``data.max_bad_fraction``. They are tried again all the same.
+            A damaged list counts as empty.
 
     Raises:
-        StorageError: The list of an earlier start exists and cannot be read.
+        StorageError: The list of an earlier start exists, and its file cannot be read.
     """
     rows = task.rows
     bad = BadRows(rows.ids, rows.images, config.data.max_bad_fraction, storage)
@@ -295,10 +315,12 @@ def streaming_set(config: Config, task: Task, storage: Storage) -> StreamSet:
 def stream_here(config: Config, source: StreamedImages, **rows: Any) -> StreamSet:
     """Make a training set whose rows are cropped by threads of this process.
 
+    The device of its batches is the CPU. Nothing is read here.
+
     Args:
         config: The configuration of the run. It gives the number of threads, by default
             the number of cores that this process may use.
-        source: The images of all rows of the run.
+        source: The images of all rows of the run, and the record of unreadable rows.
         **rows: The fields that :func:`~uno.data.splits.train_rows` returns:
             ``labeled`` and ``unlabeled`` (row numbers), ``labels`` (of labeled rows),
             ``num_known`` and ``num_novel`` (numbers of classes).
@@ -321,11 +343,12 @@ class StreamBatches:
         train: The training set.
         plan: The numbers that fix the rows of every batch of the phase.
         rank: Number of the worker, from 0.
-        world_size: The number of workers.
+        world_size: The number of workers, which divides the numbers of labeled and of
+            unlabeled rows in a global batch.
         last: The step at which the phase ends. This step and later ones have no batch.
 
     Attributes:
-        waited_s: Seconds that calls have waited for views, so far.
+        waited_s: Seconds that calls have waited for cropped views, so far.
     """
 
     def __init__(
@@ -351,10 +374,11 @@ class StreamBatches:
         """Return this worker's part of the batch of a step.
 
         Rows that prove unreadable are recorded, and replaced by readable rows of their
-        kind, labeled or unlabeled, in this worker's part of the batch. Every
-        :data:`SYNC_STEPS` (100) steps and at the start of an epoch, the workers
-        exchange which rows are unreadable, so all of them must call this with the same
-        step.
+        kind, labeled or unlabeled, in this worker's part of the batch, see
+        :func:`replacement_rows`. A replaced labeled row has the label of the row that
+        takes its place. In the steps that are divisible by :data:`SYNC_STEPS` (100),
+        and in the first step of each epoch, the workers exchange which rows are
+        unreadable, so all of them must call this with the same step.
 
         Args:
             step: Number of the step in the phase, from 0 and less than ``last``.
@@ -367,10 +391,10 @@ class StreamBatches:
             ``num_large``, the number of large views. Its ``rows`` are None.
 
         Raises:
-            ConfigError: All labeled or all unlabeled images of this worker's part are
-                unreadable; more images are unreadable than the configuration allows,
-                which is checked when workers exchange them; or a file that holds many
-                images cannot be read.
+            ConfigError: This worker's part has labeled images and all of these are
+                unreadable, or so for unlabeled images; more images are unreadable than
+                the configuration allows, which is checked when workers exchange them,
+                if there are new ones; or a file that holds many images cannot be read.
             StorageError: An image's file cannot be read now, but perhaps later; or the
                 list of unreadable images cannot be written.
         """
@@ -453,15 +477,17 @@ def pack(
     Rows keep their order. Rows at the end that do not fill a batch are dropped.
 
     Args:
-        chunks: The views of all rows in order, some rows at a time.
+        chunks: The views of all rows in order, some rows at a time, uint8 (n,
+            row_bytes), each with the reasons of its rows (None for a readable one).
         num_rows: The number of rows in a batch.
         row_bytes: Bytes of all views of a row.
         pin: Whether batches are in page-locked memory, from which they are copied to a
             GPU asynchronously.
 
     Yields:
-        The views of a batch, a new tensor uint8 (num_rows, row_bytes) on the CPU; and
-        the reason for each unreadable row, by its position in the batch.
+        The views of a batch, a new tensor uint8 (num_rows, row_bytes) on the CPU, in
+        which an unreadable row has what its chunk has; and the reason for each
+        unreadable row, by its position in the batch.
     """
     filled = 0
     for found, reasons in chunks:
@@ -517,7 +543,8 @@ class CropJob:
         train: The training set.
         plan: The numbers that fix the rows of every batch of the phase.
         rank: Number of the worker, from 0.
-        world_size: W, the number of workers.
+        world_size: W, the number of workers, which divides the numbers of labeled and
+            of unlabeled rows in a global batch.
         first: The first step.
         last: The step after the last one.
 
@@ -525,14 +552,15 @@ class CropJob:
         images: The images of all rows of the run.
         first: The first step.
         last: The step after the last one.
-        cropper: Crops the rows.
-        row_bytes: Bytes of all views of a row.
-        chunk_rows: The largest number of rows to crop at once, by the size of their
-            views.
+        cropper: The :class:`~uno.crops.Cropper` that cuts the views of the rows.
+        row_bytes: Bytes of all views of a row, as uint8 pixels.
+        chunk_rows: The largest number of rows to crop at once: so many that their views
+            take at most :data:`CHUNK_BYTES` (16 MiB), at least 1 and at most
+            :data:`CHUNK_ROWS` (4096).
         fetch_rows: The number of rows to read at once, if the images are stored in
             groups: about one window of labeled and one of unlabeled rows, see
             :func:`window_rows`. None if each image is read by itself.
-        order: The order of the rows.
+        order: The :class:`~uno.data.sampling.Order` in which this worker reads rows.
         rows_per_step: The number of this worker's rows in a batch, B / W.
     """
 
@@ -580,6 +608,8 @@ class CropJob:
 
     def epochs(self, num_rows: int) -> Iterator[Iterator[References]]:
         """Yield the rows of this worker in the order in which it needs them, by epoch.
+
+        No image is read.
 
         Args:
             num_rows: The number of rows at a time. They can be of several steps, and
@@ -694,8 +724,11 @@ def _with_images(job: CropJob) -> Iterator[tuple[np.ndarray, np.ndarray, Images]
 
     Yields:
         For n rows the global steps int64 (n,), the positions in the global batches
-        int64 (n,), and the n images. n is at most ``job.chunk_rows``, and at most 512
-        (:data:`THREAD_ROWS`).
+        int64 (n,), and the :class:`~uno.data.images.Images` of these rows, numbered
+        from 0. n is at most ``job.chunk_rows``, and at most 512 (:data:`THREAD_ROWS`).
+
+    Raises:
+        ConfigError: A file that holds images in groups cannot be read.
     """
     size = min(job.chunk_rows, THREAD_ROWS)
     for steps, positions, rows in chain.from_iterable(
@@ -720,7 +753,7 @@ class StreamedEvalSet(EvalRows):
     ``truth``, ``index`` and ``unlabeled`` of :class:`~uno.data.memory.EvalRows`.
 
     Attributes:
-        source: The images of all rows of the run.
+        source: The images of all rows of the run, and the record of unreadable rows.
     """
 
     source: StreamedImages
@@ -736,7 +769,8 @@ class StreamedEvalSet(EvalRows):
 
         Args:
             batch_size: The largest number of rows in a batch. Batches have fewer rows
-                if their pixels would take more than :data:`EVAL_BYTES` (64 MiB).
+                if their pixels would take more than :data:`EVAL_BYTES` (64 MiB), or so
+                that images that are stored in one group stay in one batch.
             rank: Number of the worker, from 0. It gets a contiguous share of the rows.
             world_size: The number of workers.
 
@@ -768,8 +802,8 @@ class StreamedEvalSet(EvalRows):
     def choose_rows(self, num: int) -> list[np.ndarray]:
         """Choose a sample of the rows that takes little reading.
 
-        Images that are stored together are chosen together, see
-        :func:`~uno.data.images.spread`.
+        The rows are evenly spaced. Images that are stored together are chosen together
+        instead, see :func:`~uno.data.images.spread`. No image is read here.
 
         Args:
             num: The largest number of rows. At most :data:`MAX_SAMPLE_ROWS` (20,000)
@@ -791,13 +825,18 @@ class StreamedEvalSet(EvalRows):
             chosen: A list of one array int64, the positions of the chosen rows in
                 :attr:`index`, which :meth:`choose_rows` returns.
             batch_size: The largest number of rows of a batch. Batches have fewer rows
-                if their pixels would take more than :data:`EVAL_BYTES` (64 MiB).
+                if their pixels would take more than :data:`EVAL_BYTES` (64 MiB), or so
+                that images that are stored in one group stay in one batch.
 
         Returns:
             Two values. The first has for each batch the positions of its rows in the
             sample, int64 (b,). The second is a function. It takes such positions of
             some batches, and yields for each of them the decoded images of its rows,
-            uint8 (b, 3, S, S), and bool (b,), which rows could be read.
+            uint8 (b, 3, S, S), on the CPU, and bool (b,), which rows could be read. The
+            images of the others are black, and these rows are not added to the list of
+            unreadable images. Iterating raises a ConfigError if a file with many images
+            cannot be read, and a StorageError if an image's file cannot be read now,
+            but perhaps later.
         """
         index = self.index.numpy()
         return self.source.plan_reading([index[rows] for rows in chosen], batch_size)

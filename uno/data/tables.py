@@ -55,34 +55,47 @@ STORE_BYTES = ", or store the bytes of the images in the column"
 def read_parquet(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
     """Read one Parquet file, or all *.parquet files of a folder.
 
-    The split of a row is its value in the column ``split``, where an empty value counts
-    as train. In a file without this column it follows from the name of the file
-    (train-*, test-*, validation-*) or its folder, and is train if these name none.
-    Bytes of images stay in the files until they are read. Without a column of labels
-    all rows are unlabeled, and a note suggests a column that may hold them, if there is
-    one. If the metadata of the files have class names (Hugging Face) or known classes
-    (``uno data pack``), the rows have them, too.
+    Images are in the first of the columns image, img and path that a file has, and
+    labels in the first of label, fine_label and labels. The column ``eval_label`` holds
+    true classes for evaluation. ``options.columns`` may give other names.
+
+    The split of a row is its value in the column ``split``: train, test, or val, valid
+    or validation, which count as test. Null or blank counts as train. In a file without
+    this column it follows from the name of the file (train-*, test-*, validation-*) or
+    its folder, and is train if these name none. Bytes of images stay in the files until
+    they are read. If no file has a column of labels, all rows are unlabeled. A note
+    then names a column of the first file that may hold them, or NAME if it is not clear
+    which, unless every column there has another use. If the metadata of the files have
+    class names for the column of labels (Hugging Face), these replace labels that are
+    numbers, and the rows have them as ``class_names``. If they have known classes
+    (``uno data pack``), the rows have those of the first such file.
 
     Args:
         path: Path or URI of the file or folder.
         options: How the source is read. If the column of images holds paths, they are
             relative to ``image_folder``, or to the folder of the source if that is
-            None. With ``images_only``, labels and splits in columns are not read.
+            None. With ``images_only``, labels, true classes and splits in columns are
+            not read, splits follow from the names of the files, there are no class
+            names and no note, and a row of a column of paths may have no path.
 
     Returns:
-        The rows. An id is the value of the column ``id``; ``row-NUMBER`` if that is
-        empty, numbered from 0 over all files; or ``FILE#NUMBER`` if there is no such
-        column, numbered from 0 in each file.
+        The rows, one file after the other. An id is the value of the column ``id``;
+        ``row-NUMBER`` if that is null or empty, numbered from 0 over all files; or, in
+        a file without such a column, ``FILE#NUMBER``: the path of the file below the
+        source, and the number of the row in the file, from 0.
 
     Raises:
         ConfigError: There is no such file, or there are no rows; the files are damaged,
             are the shards of an unfinished ``uno data pack``, or are in folders of hive
-            partitioning for a column that would be read; the files differ in the name
-            of their image column, in whether it holds bytes or paths, or in the class
-            names of their metadata (only files with a column of labels are compared);
-            or the types of a column in different files do not fit together, such as
-            text and numbers; or a column or its values cannot be used. A file may lack
-            a column of labels or ids that another one has.
+            partitioning for a column that would be read; some files hold bytes of
+            images and others paths, files with bytes differ in the name of this column,
+            or the files differ in the class names of their metadata (only files with a
+            column of labels are compared); the types of a column in different files do
+            not fit together, such as text and numbers; two ids are equal, or two class
+            names differ only in spelling; image paths are refused, see
+            :func:`~uno.data.image_paths.find_images`; or a column or its values cannot
+            be used, see :func:`_read_file`. A file may lack a column of labels or ids
+            that another one has, unless ``options.columns`` names the column.
     """
     source, (root, files) = f"parquet:{path}", parquet_files(path, options.follow_links)
     refuse_partitions(source, files, options)
@@ -104,7 +117,7 @@ def read_parquet(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
         raise ConfigError(f"{source}: no rows")
     labels, truth = (
         (
-            encode_column(source, table[c], class_names)
+            encode_column(source, table[c], class_names, name=c)
             if c in table.column_names
             else None
         )
@@ -135,7 +148,7 @@ def read_parquet(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
         ids,
         images,
         make_unlabeled(len(table)) if labels is None else labels,
-        splits_in(source, encode_column(source, table["split"])),
+        splits_in(source, encode_column(source, table["split"], name="split")),
         source,
         class_names,
         next((part.known for part in parts if part.known), ()),
@@ -155,8 +168,9 @@ def refuse_partitions(
         options: How the source is read. Nothing is refused if only images are read.
 
     Raises:
-        ConfigError: COLUMN in the name of a folder is a column of labels or splits, or
-            one that the user names.
+        ConfigError: COLUMN in the name of a folder is label, fine_label, labels, split
+            or eval_label, or a column that ``options.columns`` names. Folders of other
+            columns are accepted.
     """
     wanted = {*TRAINING_COLUMNS, *options.columns.values()}
     folders = {folder for file in files for folder in file.relative.split("/")[:-1]}
@@ -178,7 +192,11 @@ def join_tables(source: str, tables: Sequence[pa.Table]) -> pa.Table:
 
     Args:
         source: Name of the source, for errors.
-        tables: Arrow tables, at least one. A column that a table lacks is null there.
+        tables: Arrow tables, at least one.
+
+    Returns:
+        The rows of all tables in order, with all columns that any table has. A column
+        that a table lacks is null in its rows.
 
     Raises:
         ConfigError: The types of a column do not fit together, such as text and
@@ -221,8 +239,11 @@ class _FileContent(NamedTuple):
             text, if the images are paths.
         image: The name of the column that holds the bytes of the images, '' if they are
             paths.
-        class_names: The class names of the metadata, empty if it has none.
-        known: The known classes of the metadata, empty if it has none.
+        class_names: The names of the classes 0, 1, ... that the metadata of Hugging
+            Face have for the column of labels. Empty if they have none, or if no column
+            of labels is read.
+        known: The known classes that ``uno data pack`` wrote into the metadata, empty
+            if there are none.
     """
 
     shard: ParquetShard
@@ -237,22 +258,26 @@ def _read_file(file: filesystem.FileEntry, options: ReadOptions) -> _FileContent
 
     Args:
         file: The file.
-        options: How the source is read. With ``images_only`` labels, true classes and
-            the column of splits are not read.
+        options: How the source is read. With ``images_only`` labels, true classes,
+            class names and the column of splits are not read.
 
     Returns:
         The file; a table with the columns id, label, split and eval_label, as far as
-        the file has them (split in any case), and image if the images are paths; the
-        name of the column that holds the bytes of the images, '' if they are paths; and
-        the class names and the known classes of the metadata, each empty if it has
-        none. A column struct<bytes, path> without any bytes counts as paths.
+        the file has them, and image if the images are paths; the name of the column
+        that holds the bytes of the images, '' if they are paths; and the class names
+        and the known classes of the metadata, each empty if it has none. Labels are in
+        the column that the user names, else in the first of label, fine_label and
+        labels. Without a column of splits, split is made from the name of the file. A
+        column struct<bytes, path> without any bytes counts as paths.
 
     Raises:
-        ConfigError: The file is damaged or has more than ``MAX_ROWS`` rows; the column
-            of images or one that the user names is missing; a column is of a wrong
-            type; two columns have the same name; the name of a column is almost a
-            standard one, see :func:`check_names`; or the class names of the metadata
-            are not a list of different names.
+        ConfigError: The file cannot be read, is damaged or has more than ``MAX_ROWS``
+            rows; the column of images or one that the user names is missing (see
+            :func:`check_names` for exceptions); the column of images cannot hold images
+            by its type, or the column of ids or splits cannot be cast to text; two
+            columns have the same name; the name of a column is almost a standard one,
+            see :func:`check_names`; or the class names of the metadata are not a list
+            of different names. The types of label and eval_label are not checked.
     """
     path, own, shard = file.path, options.columns, ParquetShard(file.path)
     schema, num = shard.schema, shard.metadata.num_rows
@@ -316,10 +341,14 @@ def read_named_columns(
         types that :meth:`ParquetShard.read` gives them.
 
     Raises:
-        ConfigError: The file is damaged, or one of these columns cannot be text.
+        ConfigError: The file is damaged or cannot be read; a column that becomes "id",
+            "split", "path" or "text" cannot be cast to text; or any two columns of the
+            file have the same name.
     """
-    wanted = {*names.values()}
-    found = shard.read([name for name in shard.schema.names if name in wanted])
+    wanted, present = {*names.values()}, shard.schema.names
+    if len(set(present)) < len(present):
+        raise ConfigError(f"{shard.path}: two columns have one name")
+    found = shard.read([name for name in present if name in wanted])
     columns = {ours: found[c] for ours, c in names.items() if c in found.column_names}
     with shard.errors():
         for ours in {"id", "split", "path", "text"}.intersection(columns):
@@ -339,35 +368,35 @@ def _image_column(path: str, own: Mapping[str, str], columns: Sequence[str]) -> 
     Args:
         path: The file, as error messages name it.
         own: Standard name of a column, such as "label" -> its name in the file.
-        columns: The names of all columns.
+        columns: The names of all columns of the file.
 
     Raises:
-        ConfigError: The user names no such column and none has a name of
-            :data:`IMAGE_COLUMNS`; or any two columns have the same name.
+        ConfigError: The user names no column of images, and no column is called image,
+            img or path. Whether the file has the column that the user names is not
+            checked here.
     """
     image = own.get("image") or next((c for c in IMAGE_COLUMNS if c in columns), None)
     if image is None:
         raise ConfigError(f"{path}: {need_of_images(columns, IMAGE_COLUMNS)}")
-    if len(set(columns)) < len(columns):
-        raise ConfigError(f"{path}: two columns have one name")
     return image
 
 
 def check_names(path: str, columns: Iterable[str], options: ReadOptions) -> None:
-    """Check that the columns that the user names are there.
+    """Check that the columns that the user names exist, and that no other is missed.
 
     Args:
         path: The file, as error messages name it.
         columns: The names of all columns.
-        options: How the source is read. Columns of labels and splits may be missing if
-            only images are read.
+        options: How the source is read. ``columns`` are the columns that the user
+            names. With ``images_only`` those that he names for label, split and
+            eval_label may be missing.
 
     Raises:
-        ConfigError: A named column is missing. Or a column differs from label, split
-            or eval_label only in case or in spaces around it, for example ``Label``,
-            and would be ignored, because no column has exactly this name (for labels
-            also fine_label or labels) and the user names none for it; this is not
-            checked if only images are read.
+        ConfigError: A named column is missing. Or a column that the user does not name
+            differs from label, split or eval_label only in case or in white space
+            around it, for example ``Label``, and would be ignored, because no column
+            has exactly this name (for label also fine_label or labels) and the user
+            names none for it; this is not checked with ``images_only``.
     """
     present, names = list(columns), options.columns
     for ours, theirs in names.items():
@@ -397,22 +426,31 @@ def read_table(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
     If there are both, path is read, unless the user names a column of images. A path is
     relative to ``options.image_folder``, or to the folder of the table if that is None.
     A row without an id is called row-NUMBER, from 0. A row with an empty label is
-    unlabeled. The split is train or test; val, valid and validation count as test, and
-    an empty value as train. The column eval_label holds true classes, which only
-    evaluation reads.
+    unlabeled; for other values see :func:`~uno.data.labels.encode_labels`. The split is
+    train or test in any case of letters; val, valid and validation count as test. It is
+    train if the value is empty or there is no such column. The column eval_label holds
+    true classes, which only evaluation reads.
 
     Args:
         path: Local path or URI of the table.
         options: How the source is read. Its ``columns`` give the names in the table
-            that differ from those above. With ``images_only`` labels and splits are
-            not read, and a row may have no path.
+            that differ from those above. With ``images_only`` labels, true classes and
+            splits are not read, so that every row is an unlabeled training row, and a
+            row may have no path.
+
+    Returns:
+        The rows in the order of the table. A local image file that does not exist is an
+        unreadable image. Notes say which separator other than the comma was found, and
+        that there is no column of labels (not with ``images_only``).
 
     Raises:
-        ConfigError: The file is no such table, lacks a column or has no rows, a value
-            cannot be used, two ids are equal, a row has no path (without
-            ``images_only``), a column has almost the name label, split or eval_label
-            (see :func:`check_names`), or none of its images is there (which is not
-            checked in remote storage).
+        ConfigError: The file cannot be read as a table, lacks the column of images or
+            one that ``options.columns`` names, or has no rows; a label, split or path
+            cannot be used; two ids are equal, or two class names differ only in
+            spelling; a row has no path (without ``images_only``); a column has almost
+            the name label, split or eval_label (see :func:`check_names`); or rows have
+            paths, but none of these files exists (which is not checked in remote
+            storage).
     """
     root, _ = filesystem.split(path)
     table = read_text_table(path)
@@ -428,21 +466,32 @@ def rows_of_table(
 ) -> Rows:
     """Make the rows of a data set from the content of a CSV or JSONL table.
 
-    :func:`read_table` describes the columns.
+    :func:`read_table` describes the columns. Local image files are looked up, but not
+    opened.
 
     Args:
         source: Name of the source, which the rows keep, and which errors name.
         path: Path of the table, for errors and for the note that it has no labels.
         root: Folder or URI of the table. Image paths are relative to it, unless
             ``options.image_folder`` names another folder.
-        table: The content of the table.
-        options: How the source is read.
+        table: The content of the table. Errors about image paths name its lines.
+        options: How the source is read. With ``images_only`` labels, true classes and
+            splits are not used, and a row may have no path.
+
+    Returns:
+        The rows in the order of the table, with the notes of the table and, if it has
+        no column of labels, a note that suggests one of its other columns. There is no
+        such note with ``images_only``, or if every column is used for something else,
+        such as path or id. ``eval_labels`` is None without a column eval_label.
 
     Raises:
-        ConfigError: The table lacks a column or has no rows, a label, split or path
-            cannot be used, two ids are equal, a column has almost the name label, split
-            or eval_label (see :func:`check_names`), or none of its images is there
-            (which is not checked in remote storage).
+        ConfigError: The table lacks the column of images or one that
+            ``options.columns`` names (with ``images_only`` those for label, split and
+            eval_label may be missing), or has no rows; a label, split or path cannot be
+            used; two ids are equal, or two class names differ only in spelling; a row
+            has no path (without ``images_only``); a column has almost the name label,
+            split or eval_label (see :func:`check_names`); or rows have paths, but none
+            of these files exists (which is not checked in remote storage).
     """
     columns, names = table.columns, options.columns
     check_names(path, columns, options)
@@ -521,9 +570,11 @@ def need_of_images(columns: Sequence[str], ours: Sequence[str]) -> str:
 
     Returns:
         The text that follows "TABLE: " in the message, such as "needs a column path or
-        image, or --data.columns image=file; it has file, label". Advice is added if
-        each line seems to be one value in quotes, or if the first line seems to be a
-        row instead of the names of columns.
+        image, or --data.columns image=file; it has file, label". The column that is
+        suggested is the first with a usual name for images, else the placeholder NAME.
+        Advice is added if each line seems to be one value in quotes (the only column
+        has a comma in its name), or if the first line seems to be a row instead of the
+        names of columns (one of these ends like an image file).
     """
     likely = next(
         (name for name in columns if name and LIKELY_IMAGES.fullmatch(name)), "NAME"
@@ -545,16 +596,20 @@ def note_of_no_label(
 ) -> tuple[str, ...]:
     """Return a note on a table that has no column of labels.
 
+    The caller has found that there is none; it is not checked here.
+
     Args:
         path: The table.
         columns: The names of the columns that it has.
-        names: Standard name of a column, such as "label" -> its name in the table.
+        names: The columns that the user names: standard name of a column, such as
+            "image" -> its name in the table.
 
     Returns:
-        A tuple of one line that suggests a column: the first one with a usual name for
-        labels, such as "class"; else the only one that is not used for something else;
-        else the placeholder NAME. An empty tuple if all columns are used for something
-        else: ``names`` has the column, or it has a standard name such as "path".
+        A tuple of one line that suggests a column, of those that are not used for
+        something else: the first one with a usual name for labels, such as "class";
+        else the only one; else the placeholder NAME. An empty tuple if all columns are
+        used for something else: ``names`` has the column, or its name is path, image,
+        img, id, split, eval_label, text or embedding.
     """
     ours = {"path", "image", "img", "id", "split", "eval_label", "text", "embedding"}
     others = [
@@ -580,8 +635,8 @@ def splits_in(source: str, given: pa.DictionaryArray) -> np.ndarray:
         bool (N,), False for test rows. Validation counts as test.
 
     Raises:
-        ConfigError: A split is not one of :data:`~uno.data.rows.SPLITS`, in any case of
-            letters.
+        ConfigError: A split in the dictionary of ``given`` is none of train, test, val,
+            valid and validation, in any case of letters.
     """
     names = given.dictionary.to_pylist()
     splits = [SPLITS.get(name.lower()) for name in names]

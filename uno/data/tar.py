@@ -13,7 +13,6 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import product
 from typing import Any
@@ -26,7 +25,7 @@ from uno.data import files as filesystem
 from uno.data.columns import joined
 from uno.data.files import FileEntry, full_path, is_uri, valid_text
 from uno.data.images import Image, Images
-from uno.data.labels import encode_labels
+from uno.data.labels import encode_labels, require_distinct
 from uno.data.rows import DEFAULT_OPTIONS, ReadOptions, Rows, split_of
 from uno.data.tar_index import ShardContent, index_shards, shown
 from uno.errors import ConfigError
@@ -53,8 +52,9 @@ class TarImages(Images):
             known, int64 (shards,).
         shard: The position in ``shards`` of each image's shard, int32 (N,).
         offset: Position of the first byte of each image in its shard, int64 (N,).
-        size: Size of each image in bytes, int64 (N,). It is 0 for members that are
-            links or sparse files, which are unreadable.
+        size: Size of each image in bytes, int64 (N,). If a shard is cut off inside an
+            image, it counts the bytes that are there. It is 0 for members that are
+            links, special entries or sparse files, which are unreadable.
     """
 
     shards: Sequence[str]
@@ -69,9 +69,10 @@ class TarImages(Images):
     def read_images(self, rows: np.ndarray) -> list[Image]:
         """Return the encoded images of ``rows``, int64 (n,), in that order.
 
-        All are bytes, b"" for a link or sparse file. Neighboring images are read in one
-        piece. An image that is larger than ``MAX_IMAGE_BYTES`` is cut to one byte more,
-        so that decoding refuses it. One at the end of a truncated shard is incomplete.
+        All are bytes, b"" for a link, special entry or sparse file. Images that lie
+        close together are read in one piece, see :func:`_read_images`. An image that is
+        larger than ``MAX_IMAGE_BYTES`` (128 MiB) is cut to one byte more than this, so
+        that decoding refuses it. One at the end of a truncated shard is incomplete.
 
         Raises:
             ConfigError: A shard cannot be read.
@@ -89,22 +90,26 @@ class TarImages(Images):
         return found
 
     def groups(self, rows: np.ndarray) -> np.ndarray | None:
-        """Return which images are read together: those in the same span of a shard.
+        """Return which images form a group: those that begin in one span of a shard.
+
+        Callers read a group at once, because reads of remote storage are slow.
 
         Args:
             rows: Row numbers, int64 (n,).
 
         Returns:
-            The number of the span that each image begins in, counted over all shards,
-            int64 (n,). A span has :data:`SPAN_BYTES` (8 MiB). None if the shards are
-            local, which counts as reading each image by itself, or if there are none.
+            The number of the span that each image begins in, int64 (n,). A span has
+            :data:`SPAN_BYTES` (8 MiB), and only spans in which an image begins are
+            numbered, from 0 over all shards. None if the shards are local, which counts
+            as reading each image by itself, or if there are none.
         """
         return self._pieces[rows] if self.shards and is_uri(self.shards[0]) else None
 
     def sizes(self, rows: np.ndarray) -> np.ndarray:
         """Return the size of each image in bytes, int64 (n,).
 
-        It is 0 for a link or sparse file.
+        It is 0 for a link, special entry or sparse file. If a shard is cut off inside
+        an image, it counts the bytes that are there.
 
         Args:
             rows: Row numbers, int64 (n,).
@@ -113,6 +118,8 @@ class TarImages(Images):
 
     def times(self, rows: np.ndarray) -> np.ndarray:
         """Return when the shard of each image was last changed.
+
+        The times are those of ``shard_times``; nothing is looked up here.
 
         Args:
             rows: Row numbers, int64 (n,).
@@ -128,14 +135,15 @@ class TarImages(Images):
 
     @property
     def is_remote(self) -> bool:
-        """Whether the shards are in remote storage."""
+        """Whether the shards are in remote storage (their paths are URIs)."""
         return any(map(is_uri, self.shards))
 
     def reader(self) -> TarImages:
         """Return the object with which another process reads these images.
 
-        It is a copy with the absolute paths of the shards, and it has no open file. The
-        shards must be at these paths on the node of that process, too.
+        It is a copy with the absolute paths of the shards (URIs stay as they are), and
+        it has no open file. The shards must be at these paths on the node of that
+        process, too.
         """
         return replace(self, shards=[full_path(path) for path in self.shards])
 
@@ -153,38 +161,46 @@ class TarImages(Images):
 def read_tar(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
     """Read the *.tar files of a folder, one file, or the files that a pattern names.
 
-    The members of one shard that have one key are a row, and its id is SHARD#KEY. The
-    key is the name without the suffix of an image or label: ``cam 2.1_003`` of
-    ``cam 2.1_003.png``. The class is the text of KEY.cls, else ``label``, ``cls`` or
-    ``class`` of KEY.json. It is a name or a whole number; 0 and 0.0 are both ``0``, and
-    a negative number, null or blank text is no label (see
-    :func:`~uno.data.labels.encode_labels`). The split is what the name or folder of a
-    shard says, else train; val, valid and validation count as test. A member that is a
-    link, or a sparse file (one that tar stores without its zeros), is an unreadable
-    image. Nothing but the members' places and labels is read, and what is found is kept
-    in the cache directory of the user, see :func:`~uno.data.tar_index.index_shards`.
+    Each image is a row, and its id is SHARD#KEY. SHARD is the path of the shard below
+    the source. KEY is the path of the image in the shard without its suffix (and
+    without a leading ``./``): ``cam 2.1_003`` of ``cam 2.1_003.png``. The class is the
+    text of KEY.cls in the same shard or, if that is missing or blank, the first of the
+    keys ``label``, ``cls`` and ``class`` that KEY.json has. It is a name, a whole
+    number or a boolean; 0 and 0.0 are both ``0``, and a negative number, null or blank
+    text is no label (see :func:`~uno.data.labels.encode_labels`). The split is what the
+    name or folder of a shard says (see :func:`~uno.data.rows.split_of`), else train;
+    val, valid and validation count as test. An image that is a link, another special
+    entry or a sparse file (one that tar stores without its zeros) is an unreadable
+    image. Only the headers of the members and the labels are used here, no image is
+    decoded. What is found is kept in the cache directory of the user, where a later
+    call finds it, see :func:`~uno.data.tar_index.index_shards`.
 
     WebDataset itself ends a key at the first dot, so that ``3.mask.png`` belongs to the
     row ``3``. Here such an image is left out if ``3.png`` is in the same shard and no
-    label ``3.mask.cls`` or ``3.mask.json`` is there. Otherwise it is a row of its own,
-    with the key ``3.mask``. A warning counts the images that are left out, and the
-    labels that have no image.
+    member ``3.mask.cls`` or ``3.mask.json`` is there. Otherwise it is a row of its own,
+    with the key ``3.mask``. Warnings count the images that are left out, and the labels
+    that have no image.
 
     Args:
         path: A path or URI of a folder or a file, or a pattern with ``*``,
-            ``{000..009}`` or ``{a,b}``.
+            ``{000..009}`` or ``{a,b}``, see :func:`find_shards`.
         options: How the source is read. With ``images_only`` labels are not read, and
             splits are those of the shards all the same.
 
     Returns:
         The rows, one shard after the other. Notes name the truncated shards, of which
-        the members that are there are read, and count members that are ignored.
+        the members that are there are read, and count members that are ignored. Another
+        note says where labels belong, if no image has one and some are in folders of
+        the shards (not with ``images_only``).
 
     Raises:
-        ConfigError: There is no such file or no image, a file is compressed, damaged or
-            no tar file, two images of a shard have one key, two label members have the
-            same key and suffix, a label cannot be read or is another value than those
-            above, or it is not clear which image a label belongs to.
+        ConfigError: There is no such file or no image; a file cannot be read, or is
+            compressed, damaged or no tar file; two images of a shard have one key, or
+            two label members the same key and suffix; the label of an image cannot be
+            read or is another value than those above; two labels differ only in
+            spelling, such as in spaces at the end; it is not clear which image a label
+            belongs to; a pattern names one shard twice, so that two ids are
+            equal; or :func:`find_shards` refuses the path.
     """
     source, shards = f"tar:{path}", find_shards(path, options.follow_links)
     names = [valid_text(shard.relative) for shard in shards]
@@ -206,6 +222,7 @@ def read_tar(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
         _decode_labels(images.field("label")),
         name_row=lambda row: str(ids[row]),
     )
+    require_distinct(source, labels)
     in_folders = pa.compute.any(pa.compute.match_substring(images.field("key"), "/"))
     has_no_label = not options.images_only and labels.null_count == len(labels)
     if has_no_label and in_folders.as_py():
@@ -232,7 +249,7 @@ def read_tar(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Rows:
 
 
 def _decode_labels(texts: Any) -> list[Any]:
-    """Parse the labels of the images of all shards from JSON, each text once.
+    """Parse the labels of the images of all shards from JSON, equal texts only once.
 
     Args:
         texts: The labels as JSON text, an Arrow array (N,). It is null for an image
@@ -260,7 +277,7 @@ def _list_warnings(found: Mapping[str, ShardContent]) -> list[str]:
 
     Returns:
         Up to two lines: one if there are labels without an image, and one if images are
-        left out.
+        left out. Each has the number in all shards and the first example.
     """
     lines = []
     lost = [(s, name) for s in found for name in found[s].lost_labels.values()]
@@ -290,8 +307,10 @@ def _list_notes(found: Mapping[str, ShardContent]) -> list[str]:
         found: The content of each shard by its name.
 
     Returns:
-        A line for each shard that is cut off, and one that counts the members that are
-        neither image nor label, if there are any. It names the 8 most common suffixes.
+        A line for each shard that is cut off, and one that counts the ignored members
+        of all shards, if there are any, and names the 8 most common suffixes. Ignored
+        members are neither image nor label, or are a .cls or .json without an image and
+        without a label that was read. Folders and hidden files are not counted.
     """
     lines = [
         f"{shard} is truncated: it ends inside a member"
@@ -322,7 +341,7 @@ def _read_images(path: str, start: np.ndarray, end: np.ndarray) -> list[bytes]:
         end: Position after the last byte of each range, int64 (n,).
 
     Returns:
-        The bytes of each range, fewer where the shard ends before the range does.
+        The bytes of each range, fewer if the shard ends inside it.
 
     Raises:
         ConfigError: The shard cannot be read.
@@ -339,10 +358,12 @@ def _read_images(path: str, start: np.ndarray, end: np.ndarray) -> list[bytes]:
 
 
 def find_shards(path: str, follow_links: bool) -> list[FileEntry]:
-    """List the tar files that a path or pattern names, in order.
+    """List the tar files that a path or pattern names. No file is opened.
 
-    In a folder these are the files that end in ``.tar``, in any case of letters. A file
-    that is named itself or by a pattern may have any ending.
+    In a folder these are the files at any depth that end in ``.tar``, in any case of
+    letters, except hidden ones, in the order of their paths. A file that is named
+    itself or by a pattern may have any ending. The files of a pattern are in the order
+    of :func:`expand_braces`, and those of one ``*`` in the order of their names.
 
     Args:
         path: A path or URI of a file or folder, or a pattern. ``{000..009}`` or
@@ -351,17 +372,21 @@ def find_shards(path: str, follow_links: bool) -> list[FileEntry]:
         follow_links: Whether links may lead out of the folder.
 
     Returns:
-        The files, each with its path relative to the folder of the source, its full
-        path, its size in bytes (-1 if it is not known) and its modification time. For a
-        pattern the folder of the source is the one before its first ``*`` or brace.
-        Size and time of remote files are looked up. A file that is named without ``*``
-        is listed even if it does not exist, with the size -1.
+        The files, each with its path relative to the folder of the source, the path or
+        URI to open it with, its size in bytes (-1 if it is not known) and its
+        modification time in ns since 1970. The folder of the source is ``path`` if that
+        is a folder, the folder of ``path`` if that is a file, and for a pattern the
+        folder before its first ``*`` or brace. Size and time of remote files are looked
+        up. A file that is named without ``*`` is listed even if it does not exist, with
+        the size -1.
 
     Raises:
-        ConfigError: A folder has no tar files, no file matches the ``*`` of a pattern,
-            braces stand for no name (as ``{9..0}``), the pattern names more than
-            :data:`MAX_SHARDS` files (a million), a folder cannot be listed, or a link
-            leads out of it and ``follow_links`` is False.
+        ConfigError: A folder has no tar files; a pattern gives no file, because none
+            matches its ``*`` or its braces stand for no name (as ``{9..0}``); it stands
+            for more than :data:`MAX_SHARDS` names (a million); a folder cannot be
+            listed or the storage cannot be reached; or a link leads out of a folder
+            that is listed and ``follow_links`` is False (for a pattern, only links to
+            files directly in its folder count).
     """
     kind = filesystem.kind(path)
     if kind == "missing":
@@ -386,7 +411,8 @@ def _match_pattern(pattern: str, follow_links: bool) -> list[FileEntry]:
     """List the tar files that a pattern with ``*`` or braces names, in order.
 
     A name without ``*`` is listed even if there is no such file, so that a shard that
-    is missing is an error when it is read.
+    is missing is an error when it is read. A ``*`` in the name of a file stands for any
+    characters, and matches files directly in the folder, except hidden ones.
 
     Args:
         pattern: The pattern, see :func:`find_shards`.
@@ -394,12 +420,14 @@ def _match_pattern(pattern: str, follow_links: bool) -> list[FileEntry]:
 
     Returns:
         The files, with paths relative to the folder before the first ``*`` or brace. A
-        local file that is missing has the size -1.
+        local file that is missing has the size -1, and so has a remote one that is
+        named without ``*``, because it is not looked up here.
 
     Raises:
         ConfigError: No name is left, because no file matches a ``*`` or numbers in
-            braces descend; a folder with a ``*`` cannot be listed; or the pattern names
-            more than :data:`MAX_SHARDS` files.
+            braces descend; the pattern stands for more than :data:`MAX_SHARDS` names;
+            or the folder in which files are compared with a ``*`` cannot be listed, or
+            a file in it is a link that leads out (without ``follow_links``).
     """
     root_length = re.split(r"[*{]", pattern)[0].rfind("/") + 1
     shards = list[FileEntry]()
@@ -408,10 +436,11 @@ def _match_pattern(pattern: str, follow_links: bool) -> list[FileEntry]:
         base = path.partition("?")[0] if is_uri(path) else path
         below_root = base[root_length : base.rfind("/") + 1]
         if "*" in name:
+            matching = re.compile(".*".join(map(re.escape, name.split("*"))))
             shards += [
                 file._replace(relative=below_root + file.relative)
-                for file in filesystem.walk(folder, follow_links)
-                if "/" not in file.relative and fnmatchcase(file.relative, name)
+                for file in filesystem.walk(folder, follow_links, recursive=False)
+                if matching.fullmatch(file.relative)
             ]
         else:
             size, time = filesystem.stat_of(path)
@@ -424,14 +453,17 @@ def _match_pattern(pattern: str, follow_links: bool) -> list[FileEntry]:
 def expand_braces(pattern: str) -> list[str]:
     """Return the names that a pattern with braces stands for.
 
-    ``{000..009}`` stands for the numbers from 000 to 009, and ``{a,b}`` for a and b.
+    ``{000..009}`` stands for the numbers from 000 to 009, both included, with zeros in
+    front up to the width of the first number. ``{a,b}`` stands for a and b.
 
     Args:
-        pattern: A path or URI with any number of braces, which are not nested.
+        pattern: A path or URI with any number of braces, which are not nested. A ``*``
+            and a brace without its partner are kept as they are.
 
     Returns:
-        The names in order. They need not exist. A pattern without braces gives itself,
-        and one with numbers that descend, as ``{9..0}``, gives no names.
+        The names in order; those of the last braces change first. They need not exist.
+        A pattern without braces gives itself, and one with numbers that descend, as
+        ``{9..0}``, gives no names.
 
     Raises:
         ConfigError: The names are more than :data:`MAX_SHARDS` (a million).

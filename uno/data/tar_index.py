@@ -76,15 +76,17 @@ class ShardContent(NamedTuple):
 
     Attributes:
         images: The N images, an Arrow array of the type :data:`IMAGE`.
-        lost_labels: Labels without an image of the same key: key -> name of the member.
-            A JSON file that is no valid label is not counted here.
+        lost_labels: Labels without an image of the same key: key -> name of the member,
+            its suffix in lower case. A member without a label in it, and a JSON file
+            that cannot be read as one, are not here. Empty if labels were not read.
         left_out: Images that are no row, because they are a field of another row (such
             as ``3.mask.png`` beside ``3.png``): the name of each, and the name of the
             image of that row.
-        ignored: Suffix in lower case -> the number of members that are neither an image
-            nor a label. Members .cls and .json without an image of their key count
-            here, unless ``lost_labels`` has this key.
-        is_cut: Whether the shard ends inside a member.
+        ignored: Suffix in lower case, at most 12 characters, or "without a suffix" ->
+            the number of members that are neither an image nor a label. Members .cls
+            and .json without an image of their key count here, unless ``lost_labels``
+            has this key. Folders and hidden files are not counted.
+        is_cut: Whether the shard ends inside a member or its header.
     """
 
     images: Any
@@ -95,17 +97,19 @@ class ShardContent(NamedTuple):
 
 
 class Member(NamedTuple):
-    """A file inside a shard.
+    """A file, link or special entry inside a shard.
 
     Attributes:
-        name: Its path in the shard.
+        name: Its path in the shard, without a leading ``./``.
         key: The key of its row, which is the name without the suffix. For
             ``a/cam 2.1_003.PNG`` it is ``a/cam 2.1_003``.
-        suffix: The text after the last dot in lower case, such as ``png``, or ''.
-        offset: Position of its first byte in the shard, 0 for a link or sparse file.
+        suffix: The text after the last dot of the file name in lower case, such as
+            ``png``, or ''.
+        offset: Position of its first byte in the shard, 0 if ``is_plain`` is False.
         size: Its size in bytes, or the bytes that are there if the shard is cut off. It
-            is 0 for a link or sparse file.
-        is_plain: Whether these bytes are its content. False for links and sparse files.
+            is 0 if ``is_plain`` is False.
+        is_plain: Whether these bytes are its content. False for links, special entries
+            such as devices, and sparse files.
     """
 
     name: str
@@ -128,8 +132,8 @@ class _Shard:
 
     Attributes:
         path: Path or URI of the shard.
-        is_cut: Whether the shard ends inside a member. It is known after the last one
-            of :meth:`members`.
+        is_cut: Whether the shard ends inside a member or its header. It is known when
+            :meth:`members` has been iterated to its end, and False before.
     """
 
     def __init__(self, path: str, file: BinaryIO) -> None:
@@ -154,13 +158,16 @@ class _Shard:
     def members(self) -> Iterator[Member]:
         """Yield all members of the shard in order, except folders and hidden files.
 
-        Links and special entries are yielded, too, with ``is_plain`` False. Hidden
-        files are those that file managers add: their name, or that of a folder above,
-        begins with a dot or is __MACOSX. The last member may be cut off; ``is_cut`` is
-        True then.
+        Links, special entries and sparse files are yielded, too, with ``is_plain``
+        False. Hidden files are those that file managers add: their name, or that of a
+        folder above, begins with a dot or is __MACOSX. The last member may be cut off;
+        ``is_cut`` is True then.
 
         Raises:
-            ConfigError: The shard is compressed, is no tar file, or is damaged.
+            ConfigError: The shard is compressed, is no tar file, or is damaged, which
+                may be found after some members. A text of more than 1 MiB that a header
+                announces counts as damage, too.
+            OSError: The storage cannot be read.
         """
         open_tar: Any = tarfile.open  # its annotations lack `members`
         try:
@@ -219,10 +226,11 @@ class _Shard:
         )
 
     def _refusal(self, start: bytes, reason: str) -> ConfigError:
-        """Return the error for a file that is no tar file.
+        """Return the error for a file that is compressed, damaged or no tar file.
 
         Args:
-            start: The first bytes of the file, by which compression is recognized.
+            start: The first bytes of the file, by which compression is recognized; b""
+                if it is known not to be compressed.
             reason: What is wrong with it.
         """
         kinds = [name for magic, name in COMPRESSED.items() if start.startswith(magic)]
@@ -238,13 +246,20 @@ class _Shard:
     def read_label(self, member: Member) -> Any:
         """Read the label in a member KEY.cls or KEY.json.
 
+        Args:
+            member: The member, with the suffix "cls" or "json".
+
         Returns:
             The label: the text of KEY.cls without spaces around it, which may be '', or
             the value of the first of the keys "label", "cls" and "class" that KEY.json
             has, of any JSON type. None if a JSON file has none of them. Or the
-            ConfigError that says why the label cannot be read. This error is returned
-            and not raised, because most JSON files that are no label have no image
-            either.
+            ConfigError that says why the label cannot be read: the member is a link, a
+            special entry or a sparse file, has more than 1 MiB, is not UTF-8, or is a
+            KEY.json without a JSON object. This error is returned and not raised,
+            because most JSON files that are no label have no image either.
+
+        Raises:
+            OSError: The storage cannot be read.
         """
         where, kind = f"{self.path}: {shown(member.name)}", KINDS[member.suffix]
         if not member.is_plain:
@@ -270,13 +285,15 @@ class _Shard:
 def index_shards(shards: Sequence[FileEntry], images_only: bool) -> list[ShardContent]:
     """Return what shards hold, from the cache directory or by scanning them.
 
-    What is found by scanning is written to the cache directory, except for a shard of
-    unknown size or time, or one that was written less than 2 s ago. If the cache cannot
-    be read or written, a warning is logged. Up to :data:`THREADS` (16) shards are
-    scanned at the same time.
+    What is found by scanning is written to the cache directory. It is used again for a
+    shard of the same absolute path or URI, size and modification time. The cache is
+    neither read nor written for a shard of unknown size or time, or one that was
+    written less than 2 s ago. If the cache cannot be read or written, a warning is
+    logged, and the shard is scanned. Up to :data:`THREADS` (16) shards are read at the
+    same time.
 
     Args:
-        shards: The shards.
+        shards: The shards, with their sizes and modification times.
         images_only: Whether labels are not read. The cache has separate entries for
             scans with and without labels.
 
@@ -295,10 +312,11 @@ def index_shards(shards: Sequence[FileEntry], images_only: bool) -> list[ShardCo
 def _index_shard(shard: FileEntry, images_only: bool) -> ShardContent:
     """Return what a shard holds, from the cache directory or by scanning it.
 
-    The result of a scan is written to the cache directory. The cache is neither read
-    nor written for a shard whose size or time is not known, or that was written less
-    than 2 s ago: if such a shard changes again in the same tick of the clock, it may
-    keep its size and time.
+    The result of a scan is written to the cache directory. Its entry there is found by
+    the absolute path or URI of the shard, its size and time, and ``images_only``. The
+    cache is neither read nor written for a shard whose size or time is not known, or
+    that was written less than 2 s ago: if such a shard changes again in the same tick
+    of the clock, it may keep its size and time.
 
     Args:
         shard: The shard.
@@ -379,15 +397,22 @@ def scan_shard(entry: FileEntry, images_only: bool) -> ShardContent:
     KEY.json, KEY.cls counts unless it is blank.
 
     Args:
-        entry: The shard.
-        images_only: Whether labels are not read. All labels are then null, but the
-            names of label members still tell which images are rows.
+        entry: The shard. Only its path is used.
+        images_only: Whether labels are not read. All labels are then null and there are
+            no lost labels, but the names of label members still tell which images are
+            rows.
+
+    Returns:
+        The images that are rows, in the order of the shard; the labels without an
+        image; the images that are left out; the number of ignored members by suffix;
+        and whether the shard is cut off.
 
     Raises:
-        ConfigError: The shard cannot be read, is compressed or damaged, or has more
-            than MAX_ROWS images; two label members have the same key and suffix, or two
-            images the same key; the label of an image cannot be read; or it is not
-            clear which image a label belongs to, see :func:`_find_fields`.
+        ConfigError: The shard cannot be read, is compressed, damaged or no tar file, or
+            has more than MAX_ROWS images; two label members have the same key and
+            suffix, or two images the same key; the label that counts for an image
+            cannot be read; or it is not clear which image a label belongs to, see
+            :func:`_find_fields`.
     """
     images: dict[str, Member] = {}
     labels: dict[tuple[str, str], Any] = {}  # by key and suffix
@@ -472,7 +497,7 @@ def _find_fields(
             that member holds no label.
         names: The key of each label -> the name of the member that holds it. Of KEY.cls
             and KEY.json it is the one whose label is used; members without a label are
-            left out.
+            left out. Empty if labels are not read, and nothing is refused then.
 
     Returns:
         The key of each such image -> two names: its own, and that of the image of the
@@ -503,7 +528,8 @@ def _find_fields(
 def shown(name: str) -> str:
     """Return the name of a member of a shard in quotes, as error messages show it.
 
-    Bytes that are not UTF-8 and control characters are escaped. A name is cut off after
-    300 characters.
+    Bytes that are not UTF-8 and control characters are escaped, and runs of spaces
+    become one space. The text is cut off after 300 characters, and then lacks the quote
+    at its end.
     """
     return one_line(repr(valid_text(name)))

@@ -32,7 +32,8 @@ class TextTable(NamedTuple):
     """The content of a CSV or JSONL file with N rows.
 
     Attributes:
-        columns: Each column's name and its N values. A missing value is None.
+        columns: Each column's name and its N values. A value that a row lacks is None;
+            an empty cell of a CSV file is "".
         lines: The line of the file on which each of the N rows ends, from 1.
         notes: Lines for the user about how the file was read.
     """
@@ -45,6 +46,9 @@ class TextTable(NamedTuple):
 def read_text_table(path: str) -> TextTable:
     """Read a table of text by its ending: JSON lines if it is .jsonl, else CSV.
 
+    The ending is in any case of letters. A file with another ending than .jsonl, such
+    as .tsv, is read as CSV.
+
     Args:
         path: Local path or URI of the file.
 
@@ -53,7 +57,8 @@ def read_text_table(path: str) -> TextTable:
         ends, and notes for the user.
 
     Raises:
-        ConfigError: The file cannot be read as such a table.
+        ConfigError: The file cannot be read as such a table, see :func:`read_jsonl` and
+            :func:`read_csv`.
     """
     is_jsonl = filesystem.split(path)[1].lower().endswith(".jsonl")
     return read_jsonl(path) if is_jsonl else read_csv(path)
@@ -62,10 +67,10 @@ def read_text_table(path: str) -> TextTable:
 def read_csv(path: str) -> TextTable:
     """Read a CSV file whose first line names the columns.
 
-    Spaces after a separator and around names of columns are ignored, and so are empty
-    lines. Of comma, semicolon, tab and ``|``, the separator is the first one that gives
-    the first line that is not empty the most columns. A note names it if it is not the
-    comma.
+    Spaces at the beginning of a line and after a separator are ignored, and so are
+    white space around names of columns and lines without any character. Of comma,
+    semicolon, tab and ``|``, the separator is the first one that gives the first line
+    that is not empty the most columns. A note names it if it is not the comma.
 
     Args:
         path: Local path or URI of the file.
@@ -118,8 +123,9 @@ def read_jsonl(path: str) -> TextTable:
 
     Returns:
         A table with all names of the objects as columns, in the order in which they
-        first occur, and None where an object lacks one. Values are as JSON has them,
-        not only text.
+        first occur, and None where an object lacks one or has null. Values are as JSON
+        has them, not only text. There are no notes. A file without objects gives no
+        columns and no rows.
 
     Raises:
         ConfigError: The file cannot be read or is too large, a line is not a JSON

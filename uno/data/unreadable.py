@@ -1,7 +1,7 @@
 """List the images that cannot be read, and raise an error if there are too many.
 
 Each entry of the list has the id of a row, the reason, and the path of the image if it
-is in a file. The list is a file of the run directory.
+is in a file of its own. The list is a file of the run directory.
 """
 
 import json
@@ -36,7 +36,8 @@ def check_bad(
     """List the unreadable images of a data set, and refuse it if there are too many.
 
     If ``storage`` is given and the list is not empty, rank 0 writes the list to a file,
-    which replaces an older one.
+    which replaces an older one. The file has one JSON object on each line. No image is
+    decoded, and nothing is exchanged between ranks.
 
     Args:
         ids: The ids of N rows, an Arrow array.
@@ -44,17 +45,19 @@ def check_bad(
             entry for each of the N rows, which is None if the image can be read.
         max_fraction: The largest share of the N rows that may be unreadable, 0 to 1.
         storage: The directory to which rank 0 writes the list as :data:`BAD_SAMPLES`,
-            if it is not empty; None to write no file.
+            if the list is not empty; None to write no file.
         images: The images of the N rows, from which their paths are taken; None to list
             no paths.
 
     Returns:
         One entry for each unreadable image, in the order of rows: id, reason and, if it
-        is in a file, uri (the path of the file).
+        is in a file of its own and ``images`` is given, uri (the absolute path or URI
+        of this file).
 
     Raises:
         ConfigError: More than ``max_fraction`` of the rows are unreadable. The list is
-            written before. The message names the first unreadable image.
+            written before, if ``storage`` is given. The message names the first
+            unreadable image.
         StorageError: The list cannot be written.
     """
     if not isinstance(reasons, Mapping):
@@ -83,12 +86,14 @@ def name_bad(entry: Mapping[str, Any]) -> str:
     """Return the text by which messages name an unreadable image.
 
     Args:
-        entry: The entry of the image in :data:`BAD_SAMPLES`.
+        entry: The entry of the image in :data:`BAD_SAMPLES`. Only "id" and "uri", the
+            path of the image, are used.
 
     Returns:
-        The id of its row, followed by its path in parentheses. The path is left out if
-        it is not known, or ends with the id or with the id without its first folder,
-        see :func:`~uno.data.images.name_row`.
+        The id of its row, '' if the entry has none, followed by its path in
+        parentheses. The path is left out if it is missing or no text, or ends with the
+        id or with the id without its first folder, see
+        :func:`~uno.data.images.name_row`.
     """
     path = entry.get("uri")
     return name_row(str(entry.get("id", "")), path if isinstance(path, str) else None)
@@ -97,9 +102,10 @@ def name_bad(entry: Mapping[str, Any]) -> str:
 class BadRows:
     """The rows of a task whose images could not be read in training or evaluation.
 
-    Each worker adds the rows that it could not read. After :meth:`sync` every worker
-    has those of all workers. The rows that the run had listed in :data:`BAD_SAMPLES`
-    before it was resumed are included: the list is read when an object is made.
+    On each worker, callers add the rows that it could not read. After :meth:`sync`
+    every worker has those of all workers. When an object is made, it reads the file
+    :data:`BAD_SAMPLES` of the run directory, if there is one. So the rows that the run
+    had listed before it was resumed are included.
 
     Args:
         ids: The ids of the N rows of the task, an Arrow array.
@@ -138,7 +144,11 @@ class BadRows:
 
     @property
     def rows(self) -> list[int]:
-        """The numbers of the rows that are recorded, ascending."""
+        """The numbers of the rows that are recorded on this worker, ascending.
+
+        Rows of other workers are among them after :meth:`sync`, and rows that the run
+        had listed before it was resumed always.
+        """
         return sorted(self._reasons)
 
     def sync(self) -> None:
@@ -146,12 +156,14 @@ class BadRows:
 
         All workers must call this at the same time. Rank 0 writes :data:`BAD_SAMPLES`
         with all rows. Nothing is written or checked if no worker has recorded a new row
-        since the last call.
+        since the last call, or since the object was made. Rows of the list that was
+        read then are not new.
 
         Raises:
             ConfigError: There is a new row, and more rows are unreadable than
-                ``max_fraction`` allows. The list is written before.
-            StorageError: The list cannot be written.
+                ``max_fraction`` allows. It is raised on every worker. Rank 0 writes the
+                list before.
+            StorageError: Rank 0 cannot write the list.
         """
         new = dict(list(self._reasons.items())[self._num_synced :])
         new_of_rank = distributed.gather_objects(new)
@@ -170,8 +182,9 @@ class BadRows:
     def _read_list(self) -> dict[int, str]:
         """Read the rows and reasons that the run had listed before it was resumed.
 
-        A missing list counts as empty. So does a damaged one, and a warning is logged.
-        Entries whose id is no row of the task are left out.
+        A missing list counts as empty. So does a damaged one (a line is not JSON, or
+        lacks the id or the reason), and a warning is logged. Entries whose id is no row
+        of the task are left out.
 
         Returns:
             Reasons by row number.

@@ -18,17 +18,20 @@ PERCENTILES = (0.1, 99.9)
 def choose_value_range(rows: Rows) -> tuple[Range, str] | None:
     """Choose the range of stored values of a data set, by a sample of its images.
 
-    A sample of up to 64 images is decoded at the first use and kept in ``rows``. Only
-    its gray images of more than 8 bits count.
+    A sample of up to 64 images, evenly spaced over all rows, is decoded at its first
+    use, and the facts about them are kept in ``rows``. Only gray images of more than 8
+    bits count. Of each of them up to about 32,000 stored values are used, evenly spaced
+    over the image.
 
     Args:
         rows: The rows.
 
     Returns:
         Two values. The first is the pair (low, high) of the stored values that become
-        black and white: the percentiles 0.1 and 99.9 of the sampled finite values,
-        rounded to 6 significant digits; high is low + 1 if they are equal. The second
-        is a text that says how they were chosen. A single None if no readable image of
+        black and white: the percentiles 0.1 and 99.9 of the sampled finite values of
+        all these images together, rounded to 6 significant digits; high is low + 1 if
+        they are equal. The second is a text that says how they were chosen, such as
+        "percentiles 0.1 and 99.9 of 64 images". A single None if no readable image of
         the sample is gray with more than 8 bits and has finite values, as in a source
         of vectors.
 

@@ -204,7 +204,8 @@ def _describe_callable(name: str) -> Description:
 
     Raises:
         ConfigError: The callable cannot be imported, or does not build an encoder that
-            accepts a black image.
+            accepts a black image. Errors of the callable itself other than a TypeError
+            are raised as they are.
     """
     with torch.random.fork_rng(devices=[]):
         encoder: Any = build_encoder(ModelConfig(encoder=name))
@@ -276,8 +277,9 @@ def read_weights(source: str, storage: Storage | None = None) -> dict[str, Tenso
         Tensors by name, on the CPU. Prefixes and classifiers are still there.
 
     Raises:
-        StorageError: The file does not exist, cannot be read, is damaged, does not hold
-            tensors by name, or could only be loaded by running code.
+        StorageError: The file does not exist, cannot be read, is damaged, is a file of
+            PyTorch that does not hold tensors by name, or could only be loaded by
+            running code.
     """
     if source == PRETRAINED:
         assert storage is not None

@@ -149,8 +149,8 @@ def frozen_sample(config: Config, model: UnoModel, train: Any) -> Sample:
 
     Raises:
         ConfigError: The sample has fewer unlabeled rows than there are novel classes,
-            no labeled or no unlabeled image can be read, or no image of a known class
-            in the sample.
+            no labeled or no unlabeled image can be read, or some known class has no
+            readable image in the sample.
     """
     sample = training_features(config, model, train)
     require_every_class(config, sample, train.num_known)

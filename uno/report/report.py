@@ -158,10 +158,12 @@ def _predicted_parts(
     """Return the values of the report's template that show predictions, by name.
 
     ``sample``, ``findings`` and ``album`` are the sample, its summary and the drawer of
-    its thumbnails. ``true_names`` has the names of the true classes. ``cards`` and
-    ``known_cards`` have a card with pictures for each class, discovered ones in
-    descending order of size; ``rejected`` is the card of the dropped classes, or None
-    if it would be empty. ``fates`` has for each discovered class a text that says
+    its thumbnails. ``true_names`` has the names of the true classes. ``cards`` has
+    a card with pictures (texts, for rows without pictures) for each discovered class
+    that the user neither merged nor dropped, in descending order of size, and
+    ``known_cards`` one for each known class. ``rejected`` is the common card of the
+    dropped classes, or None if no sampled row is in one. ``fates`` has for each
+    discovered class, merged and dropped ones included, the class and a text that says
     whether the user merged or dropped it, or is empty. ``matrix`` and ``map`` are the
     confusion matrix and the t-SNE map, each None if it cannot be drawn. ``data`` has
     the points of the map and the editable classes, which the JavaScript of the page

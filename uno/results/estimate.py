@@ -30,6 +30,7 @@ import safetensors.numpy
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from torch import Tensor
 
 from uno.clustering import num_classes
@@ -39,7 +40,7 @@ from uno.data.files import Storage, parse_json
 from uno.data.memory import TrainSet
 from uno.data.sampling import ESTIMATE
 from uno.encoders.build import code_of
-from uno.errors import ConfigError
+from uno.errors import ConfigError, StorageError, one_line
 from uno.limits import MAX_STATE_BYTES
 from uno.model import features_of
 from uno.results.metrics import confusion
@@ -582,8 +583,7 @@ def pretrain_split(
         of the whole sample, before rows of other classes are left out.
 
     Raises:
-        StorageError: The file of the features cannot be read or written.
-        SafetensorError: The stored features are damaged.
+        StorageError: The file of the features cannot be read or written, or is damaged.
         UnoError: The pretraining raises one of the errors of
             :func:`uno.runs.run.run_phase`.
     """
@@ -594,7 +594,13 @@ def pretrain_split(
         torch.tensor(split.pretrain),
     )
     if storage.exists(FEATURES):
-        return Features(**safetensors.numpy.load(storage.read(FEATURES)))
+        try:
+            return Features(**safetensors.numpy.load(storage.read(FEATURES)))
+        except (SafetensorError, TypeError) as error:
+            raise StorageError(
+                f"{storage.path(FEATURES)} is damaged ({one_line(error)}); delete it,"
+                " and it is computed again"
+            ) from None
     with torch_threads(config.compute.threads or 1):
         own = torch.isin(train.labels, pretrain)
         labels = torch.tensor(_positions(train.labels[own], split.pretrain))

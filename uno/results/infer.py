@@ -190,7 +190,10 @@ class Classifier:
                 image, as the encoder computes them, (B, D). They may be on any device.
 
         Returns:
-            The scores, on the CPU. The best head predicts the class.
+            For each image the predicted class, its probability and other scores, the
+            probabilities of all classes after merges, and the features, on the CPU. All
+            are of the best head, except for ``head_agreement``, in which all heads
+            vote.
         """
         logits = forward(self.module, images, self.config)
         temperature = self.config.objective.temperature

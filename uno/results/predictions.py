@@ -790,7 +790,8 @@ def _write_mark(
         made_from: What the predictions are made from, with the keys of
             :data:`DIFFERENCES`.
         part_rows: The number of rows of a partition, the rows of one Parquet file.
-        state: "complete", "incomplete" or "renaming".
+        state: "complete"; "incomplete"; or "renaming" while the names of classes in the
+            files are being changed.
     """
     mark = {"made_from": made_from, "part_rows": part_rows, "state": state}
     storage.write(MARK, json.dumps(mark, indent=1).encode())

@@ -155,10 +155,10 @@ class RunLock:
         self._unchecked_storage.write(LOCK_FILE, self._next_content())
 
     def _next_content(self) -> bytes:
-        """Count a renewal, and return the next content of the lock file, as JSON.
+        """Return the next content of the lock file, for its first and each later write.
 
-        It holds the host, the process, the token that identifies this lock, and the
-        number of calls of this method, so that every renewal changes the file.
+        It is JSON with the host, the process, the token that identifies this lock, and
+        the number of calls of this method, so that every renewal changes the file.
         """
         self._renewals += 1
         lock = {

@@ -91,8 +91,8 @@ def configure(
             :func:`uno.presets.scale_sizes`).
         output: The run directory if the user has not set "output". ``{preset}`` and
             ``{seed}`` in it are replaced. None leaves ``config.output`` None then, for
-            commands that write no run. A leading ``~`` of either directory is replaced
-            by the home directory.
+            commands that write no run. A leading ``~`` of this directory, or of the one
+            that the user has set, is replaced by the home directory.
         choose_method: Whether the method becomes ``clustering`` if the preset has a
             frozen encoder ("photos" or "vectors") and the user leaves the method open.
             The user does not if a key of :func:`leaves_method_open` is set: "method",

@@ -219,8 +219,9 @@ def apply_classes(run: Run, model: Classifier, edited: list[OutputClass]) -> Non
     again if the stored predictions are of other merged or dropped classes or of another
     model, and only evaluated again if the metrics are of other merged or dropped
     classes. New names are written into the stored predictions. If rows are predicted or
-    evaluated, all images are opened: decoded, or their features read or computed,
-    unless they are streamed. A report reads a sample of them.
+    evaluated, all images are decoded into memory before, or their features are read or
+    computed. Streamed images are read while rows are predicted or evaluated. A report
+    reads a sample of the images.
 
     A file that the directory does not have, such as a report, is not created. The model
     card is always written. A report is not updated if the data is missing or has

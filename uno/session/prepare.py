@@ -54,7 +54,8 @@ def open_run(
 
     If the directory holds a run that is not overwritten, the settings that were derived
     for it are kept. Otherwise the data decides them, and a number of novel classes of
-    "auto" is estimated here, with its own directory ``OUTPUT-estimate``. The rows are
+    "auto" is estimated here, with its own directory ``OUTPUT-estimate``, which trains
+    encoders unless the encoder is frozen. The run itself is not trained. The rows are
     read, except in a dry run of a run that is stored.
 
     Nothing is written into the directory of the run, with one exception: a former run,

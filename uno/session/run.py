@@ -180,7 +180,9 @@ class Run:
     def task(self) -> Task:
         """The rows of the run with their classes and splits.
 
-        The data is read at the first use, and kept in the attribute ``opened``.
+        If the attribute ``opened`` is None, they are read from the source of the data
+        now, and ``opened`` becomes this :class:`Task`. Otherwise it is the one that
+        ``opened`` holds.
 
         Raises:
             ConfigError: The data cannot be read, or does not fit the configuration.

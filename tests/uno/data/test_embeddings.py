@@ -249,6 +249,10 @@ def test_a_damaged_file_of_arrays_is_one_line(name, damage, tmp_path):
     ("columns", "fact"),
     [
         (
+            pa.table([drawn(2).tolist(), ["a", "b"], ["a", "b"]], ["embedding", *"ll"]),
+            "two columns have one name",
+        ),
+        (
             {"embedding": pa.array([None, None], pa.list_(pa.float32()))},
             "most rows have no vector",
         ),
@@ -259,7 +263,8 @@ def test_a_damaged_file_of_arrays_is_one_line(name, damage, tmp_path):
     ],
 )
 def test_what_holds_no_clear_vectors_is_refused(tmp_path, columns, fact):
-    pq.write_table(pa.table(columns), tmp_path / "v.parquet")
+    table = pa.table(columns) if isinstance(columns, dict) else columns
+    pq.write_table(table, tmp_path / "v.parquet")
     assert fact in failure(rows_of, tmp_path)
 
 

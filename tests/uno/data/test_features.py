@@ -169,6 +169,14 @@ def test_without_random_views_it_is_the_evaluation_view_alone(tmp_path):
     assert job_of(weak).folder == alone.folder
 
 
+def test_an_encoder_may_have_no_weights(tmp_path):
+    pixels_alone = torch.nn.Flatten().eval()
+    pixels_alone.num_features = 3 * 8 * 8
+    job = feature_job(job_of().config, job_of().task, pixels_alone)
+    found = encode(tmp_path, job, pixels_alone).features
+    assert found.shape == (40, 4, 3 * 8 * 8) and found.any()
+
+
 @pytest.mark.parametrize("crop", ["pad", "resized"])
 def test_an_image_that_is_added_is_the_only_one_to_be_encoded(tmp_path, crop):
     """Wherever it stands, and to the bits of all at once by many threads. Rows that

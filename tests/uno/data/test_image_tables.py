@@ -233,13 +233,15 @@ def test_paths_of_a_windows_computer_are_named(folder):
     assert_refused(["Windows", "relative"], read, table)
 
 
-def test_uris_below_the_folder_of_images_are_read(bucket):
-    write_images(bucket / "pets", ["cat/a b.png"])
-    text = "path,label\ns3://bucket/pets/cat/a b.png,cat\n"
-    write_table(bucket / "pets", text)
-    there = read("table:s3://bucket/pets/t.csv")
-    here = read(write_table(bucket, text), image_folder="s3://bucket/pets")
-    assert there.images[0] == here.images[0] == "s3://bucket/pets/cat/a%20b.png"
+@pytest.mark.parametrize("written", ["my pets/a b.png", "my%20pets/a%20b.png"])
+def test_uris_below_the_folder_of_images_are_read(bucket, written):
+    """Percent-encoded or not, as other programs write them."""
+    write_images(bucket / "my pets", ["a b.png"])
+    text = f"path,label\ns3://bucket/{written},cat\n"
+    write_table(bucket / "my pets", text)
+    there = read("table:s3://bucket/my%20pets/t.csv")
+    here = read(write_table(bucket, text), image_folder="s3://bucket/my%20pets")
+    assert there.images[0] == here.images[0] == "s3://bucket/my%20pets/a%20b.png"
 
 
 def test_unreadable_rows_of_a_table_have_their_path(folder):

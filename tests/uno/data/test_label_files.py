@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from uno.config import DataConfig
-from uno.data.label_files import read_label_file
+from uno.data.columns import make_ids
+from uno.data.label_files import match_images, read_label_file
 from uno.data.rows import Rows
 from uno.data.sources import read_rows
 
@@ -237,3 +238,11 @@ def test_labels_of_other_images_are_refused_with_an_example_of_both(tmp_path):
     file = write(tmp_path, "l.csv", "id,label\nb.png,owl\n")
     line = failure(rows_of, tmp_path / "i", file)
     assert "'b.png'" in line and "'a.png'" in line
+
+
+def test_a_path_of_another_computer_may_have_more_folders_at_its_start():
+    """Such as one inside of a container, for rows with absolute paths."""
+    ids, paths = make_ids(["a17", "a18"]), ["/mnt/photos/1.jpg", "/mnt/photos/2.jpg"]
+    assert match_images(["/host/mnt/photos/2.jpg"], ids, lambda: paths) == {
+        "/host/mnt/photos/2.jpg": 1
+    }

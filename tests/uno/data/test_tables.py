@@ -15,7 +15,7 @@ import pyarrow.fs
 import pyarrow.parquet as pq
 import pytest
 
-from uno.data import tables, text_tables
+from uno.data import parquet, tables, text_tables
 from uno.data.decode import decode, decode_many
 from uno.data.tables import read_parquet, read_table
 from uno.data.unreadable import check_bad
@@ -146,6 +146,10 @@ def test_files_and_folders_name_the_split(tmp_path, name, split):
     [
         (pa.table({"picture": [b"x"], "label": ["a"]}), "it has picture, label"),
         (pa.table({"image": [b"x"], "label": [[1, 2]]}), "names or numbers"),
+        (
+            pa.table({"image": [b"x"], "eval_label": [[1, 2]]}),
+            "column eval_label must hold",
+        ),
         (pa.table({"image": [b"x"], "split": ["holdout"]}), "'holdout'"),
         (
             pa.table({"image": [b"x", b"y"], "id": ["same", "same"]}),
@@ -204,6 +208,23 @@ def read_row_group():
 
 def groups_read(method):
     return [call.args[1] for call in method.call_args_list]
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_a_row_group_of_more_than_2_gib_is_read(tmp_path, monkeypatch, is_plain):
+    """An Arrow array of images with offsets of 32 bits does not hold it."""
+    monkeypatch.setattr(parquet, "LARGE_GROUP_BYTES", 0)
+    images = [encoded(pixels(i)) for i in range(5)]
+    column = images if is_plain else [{"bytes": i, "path": "x"} for i in images]
+    write_parquet(tmp_path, {"image": column})
+    opened = read_parquet(str(tmp_path)).images
+    assert opened.read_images(np.array([4, 0, 2])) == [images[i] for i in (4, 0, 2)]
+
+
+def test_images_that_are_all_missing_have_no_paths_either(tmp_path):
+    kind = pa.struct([("bytes", pa.binary())])
+    write_parquet(tmp_path, pa.table({"image": pa.array([{"bytes": None}], kind)}))
+    assert read_parquet(str(tmp_path)).images[0] == b""
 
 
 @pytest.mark.parametrize("source", ["{folder}", "s3://bucket", "parquet:s3://bucket"])

@@ -234,6 +234,22 @@ def test_patterns(twelve, pattern, numbers):
     assert rows.ids.to_pylist() == [f"shard-{i:03}.tar#0" for i in numbers]
 
 
+def test_a_pattern_looks_into_its_own_folder_only(tmp_path):
+    """Kills: a link elsewhere that ends the command, brackets as a pattern."""
+    write_tar(tmp_path / "in" / "data[1]-0.tar", [("0.png", IMAGE)])
+    (tmp_path / "in" / "other").mkdir()
+    (tmp_path / "in" / "other" / "link").symlink_to(tmp_path)
+    rows = read_shards(tmp_path / "in" / "data[1]-*.tar")
+    assert rows.ids.to_pylist() == ["data[1]-0.tar#0"]
+
+
+def test_labels_that_differ_only_in_spelling_are_refused(tmp_path):
+    labels = [b'{"label": "cat"}', b'{"label": "cat "}']
+    members = [(f"{i}.json", label) for i, label in enumerate(labels)]
+    members += [(f"{i}.png", IMAGE) for i in range(2)]
+    assert "differ only in spelling" in failure(read_members, tmp_path, members)
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [

@@ -14,7 +14,7 @@ from sklearn.preprocessing import normalize
 from uno.config import override
 from uno.data.files import Storage
 from uno.data.memory import TrainSet
-from uno.errors import ConfigError
+from uno.errors import ConfigError, StorageError
 from uno.presets import preset
 from uno.results import estimate as estimating
 from uno.runs import ESTIMATE_FILE
@@ -127,6 +127,9 @@ def test_features_of_a_mixed_pile_are_those_of_all_rows(tmp_path, setting, count
     item = estimating.Split((0, 1), (2, 3, 4, 5)), config, str(tmp_path)
     found = estimating.pretrain_split(train_set(), settings, "cpu", item)
     assert np.bincount(found.labels + 1).tolist() == counts
+    (tmp_path / estimating.FEATURES).write_bytes(b"damaged")
+    with pytest.raises(StorageError, match="is damaged"):
+        estimating.pretrain_split(train_set(), settings, "cpu", item)
 
 
 def test_only_another_estimate_is_computed(estimate):

@@ -178,13 +178,13 @@ def test_overwrite_refuses_inputs_inside_the_former_run(tmp_path):
     assert files_of(output) == before
 
 
-@pytest.mark.parametrize("kind", ["folder", "vectors"])
+@pytest.mark.parametrize("kind", ["folder", "classes", "vectors"])
 def test_a_run_inside_a_source_that_reads_its_subfolders_is_refused(tmp_path, kind):
     settings = settings_of("clustering", tmp_path, classes="abc")
     labels = ["a"] * 8 + ["b"] * 8 + [None] * 8
     given_vectors(np.eye(24), labels).store(f"{tmp_path}/known/vectors.parquet")
     names = ("preset", "model.encoder", "weights", "compute.cache", "image_size")
-    encoder = {name: settings[name] for name in names if kind == "folder"}
+    encoder = {name: settings[name] for name in names if kind != "vectors"}
     with pytest.raises(ConfigError, match="read as data the next time"):
         uno.discover(
             data=f"{kind}:{tmp_path}/known",
