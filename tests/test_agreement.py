@@ -18,7 +18,6 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import safetensors.torch
 import torch
 import yaml
 from hypothesis import Phase, given, settings
@@ -27,11 +26,11 @@ from PIL import Image, ImageOps
 
 import uno
 from pipelines import cli
+from tests.pipelines.small import write_weights
 from tests.uno.data.builders import encoded
 from tests.uno.data.test_tar import write_tar
 from uno.config import Config, override
 from uno.data.decode import Decoding, decode_many, to_rgb
-from uno.encoders.build import build_encoder
 from uno.results.infer import NUMBERS
 
 NETWORK = {
@@ -233,8 +232,7 @@ def train(situation: Situation, folder: Path, *more: object) -> list[Picture]:
     if options.get("model.finetune") == "none":
         options["weights"] = folder / "encoder.safetensors"
         encoder = override(Config(), {"model.encoder": options["model.encoder"]}).model
-        weights = build_encoder(encoder).state_dict()
-        safetensors.torch.save_file(weights, options["weights"])
+        write_weights(options["weights"], encoder)
     words = []
     for name, value in options.items():
         words += [f"--{name}", value]

@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 
 from pipelines import cli
-from tests.pipelines.small import ROOT, SMALL, wait_for, write_images
+from tests.pipelines.small import ROOT, SMALL, wait_for, write_images, write_weights
 from tests.processes import below, running
 from tests.tune.tiny import TINY
 from uno.config import Config, override
-from uno.encoders.build import build_encoder
 
 TIMES = 3
 RUN = [*SMALL, "--data.limit", "60", "--pretrain.epochs", "1", "--discover.epochs", "1"]
@@ -59,9 +57,8 @@ def made() -> Iterator[Path]:
         made = Path(folder)
         write_images(made / "images", {"cat": 8, "dog": 8, "emu": 8})
         assert cli.main(["discover", *RUN, "--output", str(made / "run")]) == 0
-        encoder = build_encoder(override(Config(), ENCODER).model)
-        weights = made / "encoder.safetensors"
-        safetensors.torch.save_file(encoder.state_dict(), weights)
+        model = override(Config(), ENCODER).model
+        write_weights(made / "encoder.safetensors", model)
         yield made
 
 

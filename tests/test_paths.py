@@ -15,14 +15,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from safetensors.torch import save_file
 
 from pipelines import cli
-from tests.pipelines.small import ROOT, SMALL
+from tests.pipelines.small import ROOT, SMALL, write_weights
 from tests.shapes import CORNERS, NEW, draw_photos
 from tests.uno.data.builders import cifar_files, publish_cifar, write_cifar
 from uno.config import Config, override
-from uno.encoders.build import build_encoder
 
 PATHS = ROOT / "examples" / "paths"
 KNOWN = {*CORNERS} - {*NEW}
@@ -83,9 +81,7 @@ def test_an_engineer_sorts_photos(tmp_path, capsys, monkeypatch):
     """
     draw_photos(tmp_path, 24)
     config = override(Config(), {"model.encoder": "torchvision:resnet18"})
-    save_file(
-        build_encoder(config.model).state_dict(), tmp_path / "weights.safetensors"
-    )
+    write_weights(tmp_path / "weights.safetensors", config.model)
     for name, value in (("KNOWN", "known"), ("UNLABELED", "new"), ("NUM", "2")):
         monkeypatch.setenv(name, value)
     check, discover, rename, predict = steps("photos")

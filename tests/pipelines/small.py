@@ -12,14 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.torch import save_file
 
 from pipelines import cli
 from tests.processes import below, running
 from tests.uno import small_run
 from tests.uno.data import builders
 from tests.uno.small_run import assert_same, lines
+from uno.config import ModelConfig
 from uno.data.files import Storage
 from uno.data.memory import MemoryBatches
+from uno.encoders.build import build_encoder
 from uno.runs.checkpoint import checkpoint_steps, load_newest
 from uno.steps import Batch
 
@@ -139,6 +142,11 @@ def write_images(folder: Path, counts: dict[str, int], size: int = 8) -> Path:
     ]
     builders.write_images(folder, names, size=size)
     return folder
+
+
+def write_weights(path: Path, model: ModelConfig) -> None:
+    """Write the weights of an encoder that has learned nothing."""
+    save_file(build_encoder(model).state_dict(), path)
 
 
 def uno(*argv: Any) -> None:

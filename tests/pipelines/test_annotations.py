@@ -7,8 +7,7 @@ from xml.etree import ElementTree
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines import cli
-from tests.pipelines.small import refused
+from tests.pipelines.small import refused, uno
 from tests.uno.data.builders import write_images
 from tests.uno.models import write_model
 from uno.config import DataConfig
@@ -23,19 +22,15 @@ def predicted(tmp_path_factory):
     names = ["a b.png", "c&d.png", "sub/é.png", "z.png"]
     write_images(root / "images", names)
     (root / "images" / "broken.png").write_bytes(b"no image")
-    run(
+    uno(
         *("predict", root / "run", "--data", f"folder:{root / 'images'}"),
         *("--output", root / "out"),
     )
     return root
 
 
-def run(*argv):
-    assert cli.main([str(word) for word in argv]) == 0
-
-
 def export(predicted, target, format, *more):
-    run("export", predicted / "out", "--format", format, "--output", target, *more)
+    uno("export", predicted / "out", "--format", format, "--output", target, *more)
 
 
 @pytest.mark.parametrize("url", [None, "https://example.org/photos/"])
@@ -89,13 +84,13 @@ def test_cvat_gets_a_tag_of_each_image(predicted, tmp_path):
 def digits(tmp_path):
     """A run with predictions of its own data, the digits."""
     write_model(tmp_path / "run")
-    run("predict", tmp_path / "run")
+    uno("predict", tmp_path / "run")
     return tmp_path / "run"
 
 
 def test_answers_of_people_name_classes_and_are_labels(digits, tmp_path, capsys):
     """The file that Label Studio exports holds the tasks with annotations."""
-    run("export", digits, "--format", "label-studio", "--images", "/images")
+    uno("export", digits, "--format", "label-studio", "--images", "/images")
     tasks = json.loads((digits / "label-studio.json").read_text())
     results = [task["predictions"][0]["result"][0] for task in tasks]
     predicted = Counter(result["value"]["choices"][0] for result in results)
@@ -109,10 +104,10 @@ def test_answers_of_people_name_classes_and_are_labels(digits, tmp_path, capsys)
         task["annotations"] = [{"result": [result], "was_cancelled": False}]
     file = tmp_path / "project.json"
     file.write_text(json.dumps(tasks))
-    run("classes", digits, "--from", file)
+    uno("classes", digits, "--from", file)
     assert f"{name}: {asked} of {asked} labels are 'owl'" in capsys.readouterr().out
     assert not (digits / "classes.yaml").exists()
-    run("classes", digits, "--from", file, "--apply")
+    uno("classes", digits, "--from", file, "--apply")
     table = pq.read_table(digits / "predictions").to_pylist()
     assert [row["class_name"] for row in table].count("owl") == predicted[name]
     rows = read_rows(DataConfig(source="digits", labels=str(file)))

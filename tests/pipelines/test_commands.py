@@ -30,20 +30,10 @@ from uno.config import field_names
 from uno.data import memory
 from uno.data.files import Storage
 from uno.runs import lock
-from uno.runs import run as training
 from uno.runs.checkpoint import checkpoint_steps
 from uno.session import backend, resources
 
 DISCOVER = ["discover", *SMALL]
-
-
-@pytest.fixture
-def nothing_starts(monkeypatch):
-    """Training or connecting to Ray fails the test."""
-    for module, name in ((ray_env, "connect"), (training, "run_phase")):
-        monkeypatch.setattr(
-            module, name, lambda *_, **__: pytest.fail("to be refused earlier")
-        )
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +53,6 @@ def run(finished, tmp_path) -> Path:
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["--objective.epsilonn", "1"], "did you mean --objective.epsilon?"),
         (["--data", "folder:/no/such/place"], "/no/such/place"),
         (["--known-classes", "0,1,eleven"], "eleven"),
         (["--known-classes", "first:10"], "nothing to discover"),
@@ -71,7 +60,6 @@ def run(finished, tmp_path) -> Path:
         (["--batch-size", "34"], "divide by 2 workers"),
         (["--weights", "/no/such/run"], "model.weights: /no/such/run"),
         (["--weights", "/no/such/encoder.safetensors"], "no such file"),
-        (["--workers", "0", "--device", "cuda"], "CUDA"),
         (["--compute.threads", "900"], "compute.threads is 900, more than"),
         (
             ["--model.width", "512", "--model.blocks", "18", "--batch-size", "64"],
@@ -94,34 +82,11 @@ def test_bad_options_are_one_line(
     tmp_path, capsys, nothing_starts, argv, says, monkeypatch
 ):
     monkeypatch.setattr(resources, "free_host_bytes", lambda: 8 * 10**9)
-    if "cuda" in argv and torch.cuda.is_available():
-        pytest.skip("there is a CUDA device")
     output = tmp_path / "run"
     assert says in refused(
         capsys, 2, *DISCOVER, "--workers", "2", "--output", output, *argv
     )
     assert not output.exists()
-
-
-@pytest.mark.parametrize(
-    ("counts", "argv", "says"),
-    [
-        ({"cat": 20, "dog": 0, "emu": 20}, ["--known-classes", "cat,dog"], "dog"),
-        ({"cat": 40}, ["--known-classes", "first:1"], "nothing to discover"),
-        ({"cat": 40}, [], "every training image is labeled"),
-        (
-            {"cat": 20, "dog": 3, "emu": 2},
-            ["--known-classes", "cat", "--num-novel", "9"],
-            "than classes to discover (9)",
-        ),
-    ],
-)
-def test_bad_folders_are_one_line(tmp_path, capsys, nothing_starts, counts, argv, says):
-    data = f"folder:{write_images(tmp_path / 'images', counts)}"
-    words = ["--batch-size", "8", "--workers", "2", "--output", tmp_path / "run", *argv]
-    words += ["--preset", "scratch", "--data", data]
-    assert says in refused(capsys, 2, "discover", *words)
-    assert not (tmp_path / "run").exists()
 
 
 def test_own_images_without_weights_and_network_are_one_line(
@@ -222,6 +187,19 @@ def test_a_run_of_gpu_workers_is_evaluated_and_reported_without_a_gpu(run, monke
     assert cli.main(["evaluate", str(run)]) == 0
     assert results.read_bytes() == before
     assert cli.main(["report", str(run)]) == 0
+
+
+def test_a_report_needs_neither_data_nor_a_checkpoint(run, tmp_path, capsys):
+    page = run / "report.html"
+    assert cli.main(["report", str(run), "--data", "folder:/nowhere"]) == 0
+    said = capsys.readouterr().out
+    assert "cannot be read" in said and f"report: {page}" in said
+    assert "cannot be read" in page.read_text()
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    shutil.copy(run / "config.yaml", begun)
+    assert cli.main(["report", str(begun)]) == 0
+    assert "No predictions" in (begun / "report.html").read_text()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -29,14 +29,6 @@ TINY = SMALL | {
 }
 
 
-@pytest.fixture
-def nothing_starts(monkeypatch):
-    """Training fails the test."""
-    monkeypatch.setattr(
-        "uno.runs.run.run_phase", lambda *_, **__: pytest.fail("to be refused earlier")
-    )
-
-
 def of_keywords(**settings: Any) -> dict[str, Any]:
     """The resolved configuration, flat."""
     config = configure(from_keywords(settings))

@@ -9,18 +9,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import safetensors.torch
 import torch
 
 from pipelines import cli
-from tests.pipelines.small import SMALL, refused
+from tests.pipelines.small import SMALL, refused, write_weights
 from tests.uno.models import write_digits
 from tests.uno.small_run import small_config
 from uno.config import DataConfig
 from uno.data import features
 from uno.data.rows import Rows
 from uno.data.sources import read_digits, read_rows
-from uno.encoders.build import build_encoder
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +29,7 @@ def line(tmp_path_factory) -> list[str]:
     folder = tmp_path_factory.mktemp("embed")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        safetensors.torch.save_file(
-            build_encoder(small_config().model).state_dict(), folder / "e.safetensors"
-        )
+        write_weights(folder / "e.safetensors", small_config().model)
     argv = [
         *SMALL,
         *("--limit", "150", "--augment.small.num-views", "0"),

@@ -24,22 +24,12 @@ def death(raised=None, lost=None):
     peer = RuntimeError(
         "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:4711"
     )
-    return _status({0: peer, 1: raised if lost is None else lost}).errors
-
-
-def _status(errors):
-    """The state of workers as Ray Train polls it."""
-    return WorkerGroupPollStatus(
-        {
-            rank: WorkerStatus(
-                running=False,
-                error=error
-                if type(error).__module__.startswith("ray.")
-                else UserExceptionWithTraceback(error, ""),
-            )
-            for rank, error in errors.items()
-        }
-    )
+    ended = lost or UserExceptionWithTraceback(raised, "")
+    errors = {0: UserExceptionWithTraceback(peer, ""), 1: ended}
+    workers = {
+        rank: WorkerStatus(running=False, error=error) for rank, error in errors.items()
+    }
+    return WorkerGroupPollStatus(workers).errors
 
 
 def lost(preempted=False):

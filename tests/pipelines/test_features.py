@@ -3,7 +3,6 @@ what they leave.
 """
 
 import json
-import re
 import shutil
 import signal
 import sys
@@ -81,11 +80,9 @@ def test_clustering_trains_nothing_and_says_what_to_expect(
     planned = capsys.readouterr().out
     assert planned.endswith("dry run: nothing was trained, and nothing was kept\n")
     assert "epoch" not in planned
-    assert len(re.findall("^(?:model|training): ", planned, re.M)) == 2
     assert cli.main(argv) == 0
     said = capsys.readouterr().out
     assert "expected accuracy on " in said and ", if there are 5 new classes" in said
-    assert "another encoder (calibrated on " in said
     page = (tmp_path / "run" / "report.html").read_text()
     assert "Expected accuracy on " in page and "resnet_small, 8 px, 1 head<" in page
     assert "Heads and training" not in page and ">avg<" not in page

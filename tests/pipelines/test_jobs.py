@@ -13,6 +13,7 @@ import torch
 
 from pipelines import ray_env, train
 from pipelines.backend import RayBackend
+from pipelines.predict import threads_of_actor
 from tests.pipelines.small import wait_for
 from uno.config import Config, override
 from uno.data.files import Storage
@@ -196,36 +197,28 @@ def test_a_cluster_that_refuses_is_told_of_tokens(ray, monkeypatch, mode, error,
         pytest.fail("connected")
 
 
-@pytest.mark.parametrize(
-    "error",
-    [RuntimeError("Version mismatch: 3.11.9"), ValueError("Invalid address format")],
-)
-def test_a_cluster_that_cannot_be_used_is_one_line(ray, monkeypatch, error):
-    ray.init.side_effect = error
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    monkeypatch.setattr(ray_env, "check_address", lambda address: None)
-    with pytest.raises(ConfigError, match=str(error)), ray_env.connect():
-        pytest.fail("connected")
-    assert ray.shutdown.called
-
-
-def test_an_address_of_rays_client_is_refused():
-    with pytest.raises(ConfigError, match=r"ray://head:10001.*HOST:6379"):
-        ray_env.check_address("ray://head:10001")
+JOINED = {"RAY_ADDRESS": "10.0.0.1:6379"}
+BUSY = Exception("The current node timed out during startup. This")
 
 
 @pytest.mark.parametrize(
-    ("problem", "error", "says"),
+    ("environ", "problem", "error", "says"),
     [
-        ("The current node timed out during startup. This", ConfigError, "too busy"),
-        ("a defect", Exception, "a defect"),
+        (JOINED, RuntimeError("Version mismatch: 3.11.9"), ConfigError, "mismatch"),
+        (JOINED, ValueError("Invalid address format"), ConfigError, "Invalid address"),
+        ({}, BUSY, ConfigError, "too busy"),
+        ({}, Exception("a defect"), Exception, "a defect"),
     ],
 )
-def test_a_machine_too_busy_for_ray_is_one_line(ray, problem, error, says):
-    """Ray raises a plain Exception. Kills: "internal", a node that is left half
-    started, a defect hidden.
+def test_a_cluster_that_does_not_start_is_one_line(
+    ray, monkeypatch, environ, problem, error, says
+):
+    """On a busy machine Ray raises a plain Exception. Kills: "internal", a node that
+    is left half started, a defect hidden.
     """
-    ray.init.side_effect = Exception(problem)
+    os.environ.update(environ)
+    monkeypatch.setattr(ray_env, "check_address", lambda address: None)
+    ray.init.side_effect = problem
     with pytest.raises(error, match=says), ray_env.connect():
         pytest.fail("connected")
     assert ray.shutdown.called == (error is ConfigError)
@@ -266,3 +259,28 @@ def test_threads_of_a_rank_leave_cores_to_ray_data(
     monkeypatch.setattr("uno.runs.hardware.available_cpus", lambda: 8)
     config = override(Config(), {"data.loading": loading, "compute.threads": threads})
     assert train.rank_threads(config, torch.device(device), 2) == expected
+
+
+@pytest.mark.parametrize(
+    ("node", "each", "given", "threads"),
+    [
+        ({"CPU": 48.0}, {"CPU": 1.0}, None, 12),
+        ({"CPU": 48.0, "GPU": 2.0}, {"CPU": 1.0, "GPU": 1.0}, None, 24),
+        ({"CPU": 48.0, "GPU": 2.0}, {"CPU": 1.0, "GPU": 1.0}, 3, 3),
+        ({"CPU": 2.0}, {"CPU": 2.0}, None, 48),
+    ],
+)
+def test_threads_of_a_model_are_a_share_of_the_cores_of_its_node(
+    ray, monkeypatch, node, each, given, threads
+):
+    """In an actor of Ray Data. The driver, on which another number of cores may be,
+    decides nothing.
+    """
+    ray.get_runtime_context().get_node_id.return_value = "here"
+    ray.nodes.return_value = [
+        {"NodeID": "other", "Resources": {"CPU": 1.0}},
+        {"NodeID": "here", "Resources": node},
+    ]
+    monkeypatch.setattr("uno.runs.hardware.available_cpus", lambda: 48)
+    settings = {"compute.num_workers": 4, "compute.threads": given}
+    assert threads_of_actor(override(Config(), settings), each) == threads

@@ -39,8 +39,6 @@ def test_no_arguments_are_the_digits_for_demo():
     got = parse([], DEMO)
     assert config_hash(got.config) == config_hash(preset("digits"))
     assert got.overrides == {} and not got.args.overwrite
-    args = parse(["--dry-run", "--explain", "--overwrite"], DEMO).args
-    assert (args.dry_run, args.explain, args.overwrite) == (True, True, True)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ import pyarrow.parquet as pq
 import pytest
 import safetensors.torch
 import torch
-import yaml
 
 from pipelines import backend, cli, ray_env
 from tests.pipelines.small import refused, uno, wait_for, write_images
@@ -149,14 +148,12 @@ def test_commands_without_checks_say_what_a_source_leaves_out(run, tmp_path, cap
 def test_own_data_goes_into_the_run_and_a_part_of_other_data_elsewhere(
     run, tmp_path, capsys
 ):
-    before = signal.getsignal(signal.SIGTERM)
     uno("predict", run)
     assert len(table_of(run)) == 1797
     refused(capsys, 2, "predict", run, "--limit", 10)
     uno("predict", run, "--data", "digits", "--limit", 10, "--output", tmp_path / "out")
     first = table_of(tmp_path / "out")["id"].to_pylist()[:2]
     assert first == ["digits-0000", "digits-0179"]
-    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.parametrize(
@@ -164,6 +161,7 @@ def test_own_data_goes_into_the_run_and_a_part_of_other_data_elsewhere(
     [
         (4, "no trained model", "nothing --data digits --output out"),
         (2, "need --output", "run --data digits"),
+        (2, "need --output", "run --data digits --output none"),
         (2, "no such file or folder", "run --data /no/such --output out"),
         (
             2,
@@ -192,10 +190,7 @@ def test_classes_from_first_look_to_predictions(run, capsys):
     before = table_of(run).to_pandas()
     uno("classes", run)
     classes = run / "classes.yaml"
-    tree = yaml.safe_load(classes.read_text())
-    novel = {entry["index"]: entry for entry in tree["classes"]}
-    novel[5]["name"] = "sevens"
-    classes.write_text(yaml.safe_dump(tree))
+    classes.write_text(classes.read_text().replace("novel-1", "sevens"))
     uno("classes", run)
     assert "is valid" in capsys.readouterr().out
     assert table_of(run).to_pandas().equals(before)  # only checked
@@ -204,13 +199,6 @@ def test_classes_from_first_look_to_predictions(run, capsys):
     assert after["class_name"].equals(before["class_name"].replace("novel-1", "sevens"))
     exported = pd.read_csv(run / "predictions.csv", dtype=str)
     assert exported["class_name"].equals(after["class_name"])
-
-    for index, action in {6: "merge into sevens", 7: "drop", 8: "merge into 3"}.items():
-        novel[index]["action"] = action
-    classes.write_text(yaml.safe_dump(tree))
-    uno("classes", run, "--apply")
-    assert "predicting all images" in capsys.readouterr().out
-    assert not {*table_of(run)["class_index"].to_pylist()} & {6, 7, 8}
 
 
 @pytest.fixture
@@ -309,20 +297,10 @@ def test_a_row_of_vectors_without_a_picture_is_named(tmp_path, capsys):
     "path", ["{}/a b/e.safetensors", "file://{}/a%20b/e.safetensors"]
 )
 def test_an_export_is_written_to_a_path_or_uri(run, tmp_path, path):
+    """Into a folder that is made."""
     uno("export", run, "--format", "encoder", "--output", path.format(tmp_path))
-    assert (tmp_path / "a b" / "e.safetensors").exists()
-
-
-def test_predictions_of_other_data_need_a_place(run, capsys):
-    argv = ["predict", run, "--data", "digits", "--output", "none"]
-    assert "need --output DIR" in refused(capsys, 2, *argv)
-
-
-def test_predictions_of_a_run_are_not_written_into_another_one(run, tmp_path, capsys):
-    write_model(tmp_path / "other")
-    (tmp_path / "other" / "config.yaml").write_text("{}")
-    line = refused(capsys, 2, "predict", run, "--output", tmp_path / "other")
-    assert "is the directory of a run" in line
+    found = safetensors.torch.load_file(tmp_path / "a b" / "e.safetensors")
+    assert "conv1.weight" in found
 
 
 def test_classes_are_renamed_where_h5py_is_missing(run, capsys, caplog, monkeypatch):
@@ -343,15 +321,6 @@ def test_classes_named_in_one_step(run, capsys):
     uno("classes", run, "--rename", "nine=9")  # by the name it has now
     names = [c.name for c in load_classifier(Storage(str(run))).classes]
     assert names[5:8] == ["9", "big cat", "novel-3"]
-    line = refused(capsys, 2, "classes", run, "--rename", "6=9")
-    assert "two classes are named '9'" in line
-
-
-@pytest.mark.slow
-def test_export_writes_the_encoder_into_a_new_folder(run, tmp_path):
-    file = tmp_path / "sub" / "e.safetensors"
-    uno("export", run, "--format", "encoder", "--output", file)
-    assert "conv1.weight" in safetensors.torch.load_file(file)
 
 
 def test_predict_run_replaces_what_an_earlier_model_said(run):

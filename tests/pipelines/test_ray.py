@@ -4,11 +4,7 @@ local path.
 
 import json
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-import torch
 
 from pipelines import cli, ray_data, ray_env
 from tests.pipelines.small import (
@@ -19,8 +15,6 @@ from tests.pipelines.small import (
     refused,
     write_images,
 )
-from uno.data import array_files
-from uno.data.embeddings import write_vectors
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
@@ -135,71 +129,3 @@ def test_rays_dashboard_has_a_run_by_a_method_of_the_users_own(ray_cluster, tmp_
     runs = ray_cluster.get(get_state_actor().get_train_runs.remote()).values()
     (found,) = (each for each in runs if f"{tmp_path}/ray" in str(each))
     assert found.status.value == "FINISHED"
-
-
-@pytest.mark.release
-def test_two_workers_find_the_classes_of_vectors_that_one_process_finds(
-    tmp_path, monkeypatch
-):
-    """Of vectors in a mapped file, to which steps add noise. k-means of
-    the start is equal in every digit, as are the rows of every batch; BatchNorm sees
-    half a batch on each worker, so losses are close, and 99% of the rows have the same
-    class. Kills: rows, partners or shares that reach a worker in another order, views
-    drawn by worker, vectors that a worker reads from elsewhere.
-    """
-    monkeypatch.setattr(array_files, "MAPPED_BYTES", 0)
-    generator, truth = np.random.default_rng(0), np.arange(600) % 6
-    values = 2 * generator.normal(size=(6, 16))[truth] + generator.normal(
-        size=(600, 16)
-    )
-    labels = pa.array([f"c{c}" if c < 4 else None for c in truth])
-    columns = {"label": labels, "eval_label": pa.array([f"c{c}" for c in truth])}
-    write_vectors(
-        f"{tmp_path}/v.parquet",
-        torch.from_numpy(values).float()[:, None],
-        np.ones(600, int),
-        {"id": pa.array([f"r{row}" for row in range(600)]), **columns},
-    )
-    words = [
-        "discover",
-        "--data",
-        f"vectors:{tmp_path}/v.parquet",
-        "--num-novel",
-        "2",
-        "--batch-size",
-        "96",
-        "--data.validation-fraction",
-        "0",
-        "--discover.epochs",
-        "5",
-        "--compute.threads",
-        "1",
-        "--train.log-every",
-        "1",
-    ]
-    for workers in ("0", "2"):
-        assert (
-            cli.main(
-                [*words, "--workers", workers, "--output", str(tmp_path / workers)]
-            )
-            == 0
-        )
-    here, there = lines_of(tmp_path / "0"), lines_of(tmp_path / "2")
-    assert (
-        [line["step"] for line in here]
-        == [line["step"] for line in there]
-        == [*range(1, 31)]
-    )
-    assert [line["loss"] for line in there] == pytest.approx(
-        [line["loss"] for line in here], rel=0.05
-    )
-    known, other = (
-        json.loads((tmp_path / w / "metrics.json").read_text()) for w in ("0", "2")
-    )
-    starts = [key for key in known if key.startswith("baseline/")]
-    assert starts and [known[key] for key in starts] == [other[key] for key in starts]
-    classes = [
-        pq.read_table(tmp_path / w / "predictions")["class_index"].to_numpy()
-        for w in ("0", "2")
-    ]
-    assert np.mean(classes[0] == classes[1]) >= 0.99

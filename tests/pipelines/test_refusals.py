@@ -120,6 +120,7 @@ REFUSED = {
         "--output",
         "cells",
     ],
+    "predict: own data into another run": ["predict", "run", "--output", "cells"],
     "predict: data gone": [
         "predict",
         "run",
@@ -144,6 +145,7 @@ REFUSED = {
     "export: not a run": ["export", "other", "--format", "pt2"],
     "classes: no such class": ["classes", "run", "--rename", "novel-77=x"],
     "classes: a known class": ["classes", "run", "--rename", "0=x"],
+    "classes: a taken name": ["classes", "run", "--rename", "5=novel-2"],
     "classes: a damaged file": ["classes", "run", "--apply", "--file", "bad.yaml"],
     "classes: no such file": ["classes", "run", "--apply", "--file", "gone.yaml"],
     "embed: not ours": [

@@ -5,10 +5,14 @@ from collections.abc import Iterator
 import pytest
 
 from tests.pipelines.raylets import Command, Raylets, head
-from tests.pipelines.small import INTERVAL, LONG, assert_as_undisturbed, wait_for
+from tests.pipelines.small import (
+    INTERVAL,
+    LONG,
+    assert_as_undisturbed,
+    newest_step,
+    wait_for,
+)
 from uno.data.files import Storage
-from uno.runs import DISCOVER
-from uno.runs.checkpoint import checkpoint_steps
 
 pytestmark = [pytest.mark.ray, pytest.mark.release, pytest.mark.timeout(600)]
 
@@ -31,13 +35,7 @@ def nodes() -> Iterator[Raylets]:
         yield raylets
 
 
-@pytest.fixture
-def unused(tmp_path):
-    (tmp_path / "unused").mkdir()
-    return tmp_path / "unused"
-
-
-def test_nodes_die_come_and_are_told_to_leave(two, nodes, tmp_path, unused):
+def test_nodes_die_come_and_are_told_to_leave(two, nodes, tmp_path):
     """A directory that the second node does not see is refused before a step is
     trained. Then its raylet is killed, and the first has no room for both workers:
     another one comes, is told to leave, and the run, which waits again, is stopped. The
@@ -47,9 +45,8 @@ def test_nodes_die_come_and_are_told_to_leave(two, nodes, tmp_path, unused):
     argv = [*SPREAD, "--data.loading", "streaming", "--output", storage.root]
     narrow = [*argv, "--compute.cpus-per-worker", "1.5"]
 
-    def reached():
-        return max(checkpoint_steps(storage, DISCOVER), default=0)
-
+    unused = tmp_path / "unused"
+    unused.mkdir()
     nodes.join(2, unused)
     if nodes.real:  # network namespaces need root
         command = Command(
@@ -64,7 +61,7 @@ def test_nodes_die_come_and_are_told_to_leave(two, nodes, tmp_path, unused):
         assert not (unused / "run" / "checkpoints").exists()
 
     command = Command(narrow, nodes.env, tmp_path / "log")
-    wait_for(lambda: command.says("") and reached() > 0)
+    wait_for(lambda: command.says("") and newest_step(storage) > 0)
     nodes.lose()
     wait_for(lambda: command.says(WAITS))
     assert command.says("workers died (a worker process or its node was lost)")
@@ -73,8 +70,12 @@ def test_nodes_die_come_and_are_told_to_leave(two, nodes, tmp_path, unused):
     for _ in range(3):
         nodes.join(2)
         tell_to_leave = nodes.notice(90)
-        before = reached()
-        wait_for(lambda before=before: reached() > before or command.code is not None)
+        before = newest_step(storage)
+        wait_for(
+            lambda before=before: (
+                newest_step(storage) > before or command.code is not None
+            )
+        )
         waited = command.count(WAITS)
         tell_to_leave()
         wait_for(
@@ -89,7 +90,7 @@ def test_nodes_die_come_and_are_told_to_leave(two, nodes, tmp_path, unused):
         command.says("a node is being drained")
         and command.count("workers died") == deaths
     )
-    saved = reached()
+    saved = newest_step(storage)
     command.stop()
     assert command.end() == 75 and command.says("resume with the same command"), (
         command.lines
@@ -97,7 +98,7 @@ def test_nodes_die_come_and_are_told_to_leave(two, nodes, tmp_path, unused):
 
     nodes.join(2)
     again = Command(argv, nodes.env, tmp_path / "again")
-    wait_for(lambda: again.says("") and reached() > saved + 4 * INTERVAL)
+    wait_for(lambda: again.says("") and newest_step(storage) > saved + 4 * INTERVAL)
     nodes.lose()
     assert again.end() == 0, again.lines
     assert again.says("was lost); new ones resume from the newest checkpoint")

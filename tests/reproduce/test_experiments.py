@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from reproduce.experiments import build, cells, names
+from tests.reproduce.finished import small
 
 NOWHERE = {"cifar10": "/a", "cifar100": "/b", "imagenet": "/c", "cifar10-jpeg": "/d"}
 
@@ -20,10 +21,7 @@ def plan_all(name, scale):
 
 def plan_changed(name, **changes):
     """The cells on the digits with settings of the user."""
-    table = build(name, "small")
-    digits = [each for each in table.benchmarks if each.key == "digits"]
-    table = table.model_copy(update={"benchmarks": tuple(digits)})
-    return cells(table, 1, NOWHERE, changes)[0]
+    return cells(small(name), 1, NOWHERE, changes)[0]
 
 
 @pytest.mark.parametrize("scale", ["small", "full"])

@@ -15,18 +15,16 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from pipelines import cli
 from pipelines.options import parse
 from reproduce import cells, experiments, tables
 from reproduce.command import REPRODUCE, main
 from tests.forked import forked
-from tests.pipelines.small import SMALL, wait_for, write_images
+from tests.pipelines.small import SMALL, wait_for, write_images, write_weights
 from uno.config import Config, dump_yaml, override
 from uno.data import features
 from uno.data.embeddings import given_vectors
-from uno.encoders.build import build_encoder
 from uno.errors import ConfigError, Interrupted
 from uno.runs import NUMERICS, lock
 from uno.session.configure import RAY_JOB
@@ -243,8 +241,8 @@ def frozen_request(request_of, tmp_path, monkeypatch):
     working directory.
     """
     monkeypatch.chdir(tmp_path)
-    encoder = build_encoder(request_of().cells[0].config.model)
-    save_file(encoder.state_dict(), "encoder.safetensors")
+    model = request_of().cells[0].config.model
+    write_weights(tmp_path / "encoder.safetensors", model)
     words = (
         "--model.finetune none --weights encoder.safetensors --compute.cache cache"
         " --discover.epochs 1"
@@ -548,7 +546,6 @@ signal.signal(signal.SIGTERM, save)
 print('ready', flush=True)
 time.sleep(60)
 """
-SAVES += "print('ready', flush=True)\ntime.sleep(60)"
 
 
 def test_a_command_runs_to_its_end_or_until_it_is_told_to_stop(tmp_path):

@@ -160,12 +160,3 @@ def test_draws_depend_on_seed_and_index_alone():
 def test_charts_show_values_on_the_scale_of_their_domain(domain, value, position):
     """Values outside are at its edge or between two choices."""
     assert domain.position(value) == pytest.approx(position)
-
-
-def test_trial_0_has_the_given_values():
-    assert spaces.current(UNO, DIGITS) == {
-        "objective.epsilon": 0.05,
-        "objective.temperature": 0.1,
-        "model.num_heads": 4,
-        "model.overcluster_factor": 3,
-    }

@@ -160,13 +160,6 @@ def test_what_changes_pretraining_has_a_pretraining_of_its_own(options, fold, ch
     assert pretrain_path(changed, fold.rows) != pretrain_path(options.config, fold.rows)
 
 
-def test_values_that_the_configuration_refuses_have_no_pretraining(
-    options, fold, storage
-):
-    refused = {"model.hidden_dim": 743.6}
-    assert missing_pretrainings(options, [fold.rows], [refused], storage) == []
-
-
 def test_results_of_an_epoch_are_means_over_the_folds_that_have_them():
     """A fold without held-out rows of known classes has no accuracy of these."""
     first = {"score": 0.5, "loss": 1.0, "rows": 10}
@@ -176,17 +169,13 @@ def test_results_of_an_epoch_are_means_over_the_folds_that_have_them():
         assert (line["loss"], line["known_best"], line["rows"]) == (2.0, 0.9, 30)
 
 
-def test_each_fold_has_a_pretraining_of_its_own(options):
-    folds = folds_of(tiny_data(options.config), options.config)
-    assert len({pretrain_path(options.config, fold.rows) for fold in folds}) == 2
-
-
 def test_trials_share_the_pretrainings_that_their_values_leave_alone(
     options, fold, storage
 ):
     """What a searcher draws later is trained in the directory of the trial."""
     trials = [{"model.num_heads": 2}, {"model.num_heads": 3}, {"model.width": 8}]
-    trials.append({"train.batch_size": 5000})  # too large for the fold
+    # too large for the fold, and refused by the configuration
+    trials += [{"train.batch_size": 5000}, {"model.hidden_dim": 743.6}]
     rows = make_folds(tiny_data(options.config), "folds", 1, 0)
     jobs = missing_pretrainings(options, rows, trials, storage)
     assert [job.config.model.width for job in jobs] == [4, 8]

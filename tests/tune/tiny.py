@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from pipelines.options import parse
+from tests.pipelines.small import write_weights
 from tests.uno.data.builders import load_resident
 from tune import FOLDS, records
 from tune.driver import open_sweep, sweep_options
@@ -19,7 +19,6 @@ from tune.sweep import TUNE
 from tune.trial import SweepOptions, run_trial
 from uno.config import Config
 from uno.data.files import Storage
-from uno.encoders.build import build_encoder
 from uno.runs.lock import ClaimedStorage, lock_run
 from uno.training import LocalWorker
 
@@ -82,8 +81,7 @@ def frozen_options(folder: Path, *more: str) -> SweepOptions:
     """
     weights = folder / "encoder.safetensors"
     torch.manual_seed(0)
-    encoder = build_encoder(tiny_options(folder).config.model)
-    save_file(encoder.state_dict(), weights)
+    write_weights(weights, tiny_options(folder).config.model)
     words = [
         *("--model.finetune", "none", "--weights", str(weights)),
         *("--model.prototype_init", "kmeans", "--objective.class_prior", "kmeans"),
