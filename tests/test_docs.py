@@ -54,6 +54,12 @@ FOREIGN |= {"--distill.entropy-weight", "--NAME.FIELD", "--version", "--help"}
 
 
 @pytest.mark.parametrize("name", PAGES)
+def test_every_test_that_a_page_names_is_there(name):
+    for file, test in re.findall(r"`(tests/[\w/]+\.py)::(\w+)", page(name)):
+        assert f"def {test}(" in (ROOT / file).read_text(), f"{file}::{test}"
+
+
+@pytest.mark.parametrize("name", PAGES)
 def test_every_command_line_parses(name, tmp_path, monkeypatch):
     """Kills: a flag, command or preset on a page that does not exist."""
     monkeypatch.chdir(tmp_path)
