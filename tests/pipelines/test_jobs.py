@@ -5,7 +5,7 @@ function.
 import os
 import socket
 import sys
-import time
+import threading
 from unittest.mock import Mock
 
 import pytest
@@ -27,7 +27,7 @@ def driver(tmp_path, monkeypatch):
     """``driver(*messages)`` trains with a group that sends these messages; its last one
     is the result.
     """
-    left, shown, stopped = [], [], []
+    left, shown, stopped, ended = [], [], [], threading.Event()
 
     def received():
         return [left.pop(0)] if left and isinstance(left[0], tuple) else []
@@ -35,12 +35,14 @@ def driver(tmp_path, monkeypatch):
     def fit(config, resources, loop):
         wait_for(lambda: not left or not isinstance(left[0], tuple), pause=0.01)
         if not left:
-            time.sleep(60)
+            ended.wait(60)
+            raise Interrupted("the controller of Ray Train was lost")
         return left[0]
 
     messages = Mock(received=received)
     monkeypatch.setattr(train, "Messages", lambda ray: messages)
     monkeypatch.setattr(train, "fit", fit)
+    monkeypatch.setattr(train, "end_controllers", ended.set)
     monkeypatch.setattr(ray_env, "POLL_S", 0.01)
 
     def run_driver(*given, stop=False):
@@ -54,6 +56,7 @@ def driver(tmp_path, monkeypatch):
             )
 
     run_driver.send_token, run_driver.shown = messages.send_token, shown
+    run_driver.ended = ended
     return run_driver
 
 
@@ -86,8 +89,10 @@ def test_each_group_gets_a_token_of_its_own_and_its_metrics_are_shown(
     ],
 )
 def test_a_stop_is_handed_on(driver, answer, says):
+    """Kills: a thread that still waits for Ray when the connection is closed."""
     with pytest.raises(Interrupted, match=says):
         driver(("begun", "a"), answer, stop=True)
+    assert driver.ended.is_set() == isinstance(answer, tuple)
 
 
 @pytest.mark.parametrize(

@@ -187,9 +187,9 @@ def test_errors_that_may_pass_are_known_by_their_text(error, passes):
 
 
 class ThrottledStore(SimpleHTTPRequestHandler):
-    """An object store of the files in a folder, which refuses four requests at first.
+    """An object store of the files in a folder, which refuses three requests at first.
 
-    Without other settings pyarrow gives up after three.
+    Without other settings pyarrow gives up then.
     """
 
     num_requests = 0
@@ -197,7 +197,7 @@ class ThrottledStore(SimpleHTTPRequestHandler):
     def send_head(self):
         """Answer the beginning of any request."""
         type(self).num_requests += 1
-        return super().send_head() if self.num_requests > 4 else self.send_error(503)
+        return super().send_head() if self.num_requests > 3 else self.send_error(503)
 
     def log_message(self, *args):
         """Write nothing to the console."""
@@ -214,7 +214,7 @@ def test_a_store_that_throttles_is_asked_again(tmp_path, monkeypatch):
         uri = f"s3://bucket/x?region=us-east-1&scheme=http&{place}"
         assert files.read_bytes(uri, 10) == b"0123456789"
         server.shutdown()
-    assert ThrottledStore.num_requests > 4
+    assert ThrottledStore.num_requests > 3
 
 
 def test_space_is_reserved_where_the_system_has_no_call_for_it(tmp_path, monkeypatch):
