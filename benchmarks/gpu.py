@@ -611,8 +611,7 @@ def epochs(pretrain: int, discover: int, options: argparse.Namespace) -> list[st
 def measure_frozen(options: argparse.Namespace, results: Results, clock: Clock) -> None:
     """CIFAR10-JPEG by features of a pretrained encoder, with the defaults."""
     if options.bundle is None or options.small:
-        why = "the small form leaves it out" if options.small else "no --bundle"
-        results.add("frozen", skipped=why)
+        results.add("frozen", skipped="small form" if options.small else "no bundle")
         return
     weights = next((options.bundle / "encoders").glob("*.safetensors"))
     words = ["--data", f"parquet:{options.bundle}/cifar10", "--known-classes"]
