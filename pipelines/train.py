@@ -5,7 +5,6 @@ rules of :mod:`pipelines.failures` end a run that no other group could continue.
 driver learns what happens by :class:`Messages`.
 """
 
-import gc
 import logging
 import os
 import threading
@@ -406,7 +405,7 @@ def run_workers(
             )
 
     outcome = ray_env.in_thread(
-        partial(fit, config, resources, loop), poll, end_controllers
+        partial(fit, config, resources, loop), poll, workarounds.end_controllers
     )
     storage.delete(RAY_FOLDER)
     if "interrupted" in outcome:
@@ -415,20 +414,6 @@ def run_workers(
         again = "stopped before the run was finished; resume with the same command"
         raise Interrupted(again if run.phases else "stopped; nothing was changed")
     return outcome["metrics"]
-
-
-def end_controllers() -> None:
-    """Kill the controllers of Ray Train that this process has started.
-
-    The thread that waits for one, in :func:`fit`, then gets an error and ends. Ray
-    Train gives nobody the handle of its controller, so it is searched for among all
-    objects of this process.
-    """
-    import ray
-
-    for each in gc.get_objects():
-        if type(each) is ray.actor.ActorHandle and "TrainController" in repr(each):
-            ray.kill(each)
 
 
 def fit(

@@ -4,6 +4,7 @@ Their names may change with any version. Each function says what happens without
 name. The rest of this package imports Ray's public API only.
 """
 
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -87,6 +88,20 @@ def start_shared_actors() -> None:
         from ray.data._internal.execution import node_trackers
 
         node_trackers.get_or_create_actor_location_tracker()
+
+
+def end_controllers() -> None:
+    """Kill the controllers of Ray Train that this process has started.
+
+    The thread that waits for one, in :func:`pipelines.train.fit`, then gets an error
+    and ends. Ray Train gives nobody the handle of its controller, so it is searched for
+    among all objects of this process. If Ray has renamed the class, nothing is killed.
+    """
+    import ray
+
+    for each in gc.get_objects():
+        if type(each) is ray.actor.ActorHandle and "TrainController" in repr(each):
+            ray.kill(each)
 
 
 def current_cluster() -> str | None:

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from pipelines import ray_env, train
+from pipelines import ray_env, train, workarounds
 from pipelines.backend import RayBackend
 from pipelines.predict import threads_of_actor
 from tests.pipelines.small import wait_for
@@ -42,7 +42,7 @@ def driver(tmp_path, monkeypatch):
     messages = Mock(received=received)
     monkeypatch.setattr(train, "Messages", lambda ray: messages)
     monkeypatch.setattr(train, "fit", fit)
-    monkeypatch.setattr(train, "end_controllers", ended.set)
+    monkeypatch.setattr(workarounds, "end_controllers", ended.set)
     monkeypatch.setattr(ray_env, "POLL_S", 0.01)
 
     def run_driver(*given, stop=False):

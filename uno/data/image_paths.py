@@ -132,8 +132,8 @@ class ImagePaths:
 
         With file://, a host and all from '?' or '#' on are removed, too. The URI of the
         folder is removed only if the folder is remote. In both cases percent-encoded
-        characters are decoded. The ending is the
-        option ``image_suffix``. A path has it if it ends so in any case of letters.
+        characters are decoded. The ending is the option ``image_suffix``. A path has it
+        if it ends so in any case of letters.
         """
         if given.startswith("file://"):
             given = filesystem.normalize_path(given)
